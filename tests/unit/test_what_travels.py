@@ -59,18 +59,19 @@ def test_the_argument_that_srun_is_given_has_only_what_connects_back() -> None:
 
 def test_the_imports_of_each_module_are_those_that_the_parser_of_python_finds() -> None:
     for path in sorted(Path(bundle.folder()).rglob("*.py")):
-        text = path.read_text()
-        parsed = list(ast.walk(ast.parse(text)))
-        checked = [node for node in parsed if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-        unused = {id(inner) for block in checked for statement in block.body for inner in ast.walk(statement)}
-        named = [node for node in parsed if isinstance(node, ast.ImportFrom) and id(node) not in unused]
-        ours = [(node.module or "", alias.name) for node in named for alias in node.names]
-        expected = {
+        tree = ast.parse(path.read_text())
+        checkers = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        ]
+        unused = {inner for block in checkers for inner in ast.walk(block)}
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in unused]
+        ours = [(str(each.module), alias.name) for each in froms for alias in each.names]
+        named = {
             f"{module}.{name}" if bundle._is_package(module) else module
             for module, name in ours
-            if module.startswith("distdiag")
+            if module[:8] == "distdiag"
         }
-        assert set(bundle._imports_of(text)) == expected, path
+        assert set(bundle._imports_of(path.read_text())) == named, path
 
 
 def test_a_request_arrives_as_the_type_that_the_collect_module_declares() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
+import start_srun
 from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
 from start_faults import FAULTS, StartFault, ask, c10d, plain, score, start, wait_idle
+from support import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,10 +37,10 @@ if __name__ == "__main__":
 ENV = {"OMP_NUM_THREADS": "1"}
 
 
-def ask_until_right(fault: StartFault, *, alone: bool = False) -> None:
-    """Ask until all processes of the job wait, on as many nodes as it has."""
+def ask_until_right(fault: StartFault, *, alone: bool = False, idle: int = 0) -> None:
+    """Ask until all processes of the job wait; on its nodes, and on `idle` ones, which are innocent."""
     need_network()
-    with Network(1 + max(number for number, _ in fault.runs)) as network:
+    with Network(1 + max(number for number, _ in fault.runs) + idle) as network:
         node = start(fault, network)
         until = time.monotonic() + _PATIENCE_S
         while score(fault, report := ask(network, node if alone else None), alone=alone) != "right":
@@ -45,7 +49,24 @@ def ask_until_right(fault: StartFault, *, alone: bool = False) -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_reason_is_named(name: str) -> None:
-    ask_until_right(FAULTS[name])
+    ask_until_right(FAULTS[name], idle=name.startswith("port"))
+
+
+def test_the_line_of_srun_is_printed_with_the_address_of_rank_0() -> None:
+    need_slurm()
+    exports = "MASTER_ADDR=mn01 MASTER_PORT=29500 WORLD_SIZE=2"
+    fault = dataclasses.replace(start_srun.SRUN_FAULTS["srun-name"], exports=exports, tasks=2)
+    with Slurm(3) as slurm:
+        output = start_srun.start(fault, slurm)
+
+        def both_look() -> bool:
+            return {line[:2] for line in output.read_text().splitlines() if "mn01" in line} >= {"0:", "1:"}
+
+        wait_until(lambda: output.exists() and both_look(), 120, lambda: "they do not look for mn01")
+        report = start_srun.ask(slurm, "all")
+        assert "mn[1-2] cannot resolve mn01" in report["summary"], report["findings"]
+    (line,) = report["findings"][0]["fix"]["commands"]
+    assert line.startswith("MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 srun --label --nodes=2")
 
 
 @pytest.mark.parametrize("name", ["port-plain", "firewall-drops", "world-size"])
