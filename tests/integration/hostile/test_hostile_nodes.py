@@ -338,7 +338,7 @@ def readers() -> dict[str, Reader]:
 RANKS = {
     "gpu-test": ("gpu-test", "--nproc", "2", "--size", "1MiB", "--memory", "0.001", "--compute", "100ms"),
     "isolate": ("gpu-test", "--isolate", "--nproc", "2", "--size", "1MiB", "--compute", "100ms"),
-    "allreduce-bench": ("allreduce-bench", "--nproc", "2", "--sizes", "1KiB:4KiB", "--iters", "20"),
+    "allreduce-bench": ("allreduce-bench", "--nproc", "1", "--sizes", "1KiB:4KiB", "--iters", "20"),
 }
 
 
@@ -357,9 +357,9 @@ class Recorder:
         path.write_text(script)
         return ("--via", f"sh {shlex.quote(str(path))} {shlex.quote(str(self.folder))} {{host}}")
 
-    def words(self, arguments: Sequence[str], script: str) -> list[str]:
+    def words(self, arguments: Sequence[str], script: str, hosts: Sequence[str] = (LIAR, GOOD)) -> list[str]:
         """Write the command line."""
-        options = ["--hosts", f"{LIAR},{GOOD}", *self.via(script)]
+        options = ["--hosts", ",".join(hosts), *self.via(script)]
         if "--nproc" in arguments:
             options += ["--stall", "20" if script == _RECORD else "1"]
         return [*(one.format(**self.places) for one in arguments), *options]
@@ -371,11 +371,13 @@ class Recorder:
         return self.recorded[arguments]
 
     def _streams(self, arguments: tuple[str, ...]) -> dict[str, bytes]:
-        done = distdiag(*self.words(arguments, _RECORD))
+        # Nodes that do not speak to each other would both say the same of this machine: one is asked.
+        hosts = (GOOD,) if arguments[0] in ("hang", "trace", "cuda-env", "core-bt") else (LIAR, GOOD)
+        done = distdiag(*self.words(arguments, _RECORD, hosts))
         assert done.code in (0, 1, 3), done.err
-        found = {name: (self.folder / name).read_bytes() for name in (GOOD, LIAR)}
+        found = {name: (self.folder / name).read_bytes() for name in hosts}
         assert all(b'"facts"' in stream for stream in found.values()), done.err
-        return found
+        return {LIAR: found[GOOD].replace(b'"good"', b'"liar"'), **found}
 
 
 @pytest.fixture(scope="module")
@@ -454,7 +456,7 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     jobs: dict[str, Callable[[], Any]] = {
         "gpu-test": lambda: gpu_test(GpuTestRequest(nproc=2)),
         "isolate": lambda: isolate(IsolateRequest(nproc=2)),
-        "allreduce-bench": lambda: bench(BenchRequest(nproc=2, sizes=sizes)),
+        "allreduce-bench": lambda: bench(BenchRequest(nproc=1, sizes=sizes)),
     }
     job = jobs[command]()
     view: Any = {"gpu-test": gpu_test_view, "isolate": isolate_view, "allreduce-bench": bench_view}[command]
@@ -569,6 +571,7 @@ def test_damaged_streams_are_survived_by_the_whole_program(name: str, recorder: 
     arguments = RANKS[name] if name in RANKS else readers()[name].arguments
     streams = recorder.streams(arguments)
     command = recorder.words(arguments, _REPLAY)
+    write(recorder.folder / GOOD, streams[GOOD])  # the last one recorded was of another command
 
     def cases() -> Iterator[tuple[str, list[str], Callable[[], None]]]:
         for how, stream in islice(streams_of_a_liar(streams[LIAR]), _WHOLE):
