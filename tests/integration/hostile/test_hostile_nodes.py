@@ -544,7 +544,7 @@ LIARS = {
 
 @pytest.mark.parametrize(
     ("command", "hows"),
-    [("core-bt --check-setup", [*LIARS]), ("pyspy-all --job {job}", ["deep facts"]), ("cuda-env --goal run", ["deep"])],
+    [("core-bt --check-setup", [*LIARS]), ("pyspy-all --job {job}", ["deep facts"])],
 )
 def test_each_lying_host_of_a_real_run_is_a_row_of_its_own(
     command: str, hows: list[str], recorder: Recorder, tmp_path: Path
