@@ -131,9 +131,11 @@ def parse_unix(text: str) -> dict[int, Socket]:
         columns = line.split(None, 7)
         if len(columns) < 7 or not columns[0].endswith(":"):
             continue
-        listens = int(columns[3], 16) & _UNIX_LISTENS
-        state = "LISTEN" if listens else _name(_UNIX_STATES, int(columns[5], 16))
-        inode = int(columns[6])
+        try:
+            flags, number, inode = int(columns[3], 16), int(columns[5], 16), int(columns[6])
+        except ValueError:  # the rest of a path
+            continue
+        state = "LISTEN" if flags & _UNIX_LISTENS else _name(_UNIX_STATES, number)
         found[inode] = Socket(inode, "unix", state, local=columns[7] if len(columns) > 7 else "")
     return found
 

@@ -130,7 +130,7 @@ def test_ports_tries_the_rendezvous_port_and_no_other(tmp_path: Path) -> None:
     need("strace")
     log = tmp_path / "calls"
     done = subprocess.run(
-        ["strace", "-f", "-qq", "-e", "trace=bind,listen", "-o", str(log), PROGRAM, "ports"],
+        ["strace", "-f", "--seccomp-bpf", "-qq", "-e", "trace=bind,listen", "-o", str(log), PROGRAM, "ports"],
         capture_output=True,
         check=False,
         timeout=90,

@@ -204,10 +204,6 @@ SAVES = {
     "pyspy-all": ("pyspy-all", "--pid", "SLEEPER", "--save", "DIR/a/b", "--html", "DIR/page.html"),
     "trace sys, attached": ("trace", "sys", "--pid", "SLEEPER", "--for", "100ms", "--keep-logs", "DIR/a/b"),
     "overflow": ("overflow", "--save", "DIR/a/b", "--", "sh", "-c", 'echo "$1" | "$0" -', sys.executable, OVERFLOWS),
-    "allreduce-bench": (
-        *("allreduce-bench", "--nproc", "1", "--sizes", "8", "--iters", "1"),
-        *("--save", "DIR/a/b", "--html", "DIR/bench.html"),
-    ),
 }
 
 
