@@ -107,7 +107,7 @@ def test_the_last_line_is_there_however_it_ended(
 
 def test_the_job_does_not_notice(tmp_path: Path, tracer: str) -> None:
     bare = subprocess.run([tracer, LINES, "prints", "a b"], capture_output=True, check=False, timeout=60)
-    traced = [PROGRAM, "trace", "py", "--dir", tmp_path, "--", tracer, LINES, "prints", "a b"]
+    traced = [PROGRAM, "trace", "py", "--dir", str(tmp_path), "--", tracer, LINES, "prints", "a b"]
     done = subprocess.run(traced, capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (3, bare.stdout) == (bare.returncode, bare.stdout)
     (ring,) = kept(tmp_path)
