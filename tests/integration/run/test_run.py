@@ -1,6 +1,6 @@
 """distdiag run around real jobs: their behaviour is unchanged, and the first failure is named.
 
-The launcher is torchrun where its own words or its end matter, else one that costs no import of torch.
+The launcher is torchrun where its own words or its end matter, else a script without the import of torch.
 """
 
 from __future__ import annotations
