@@ -1,4 +1,4 @@
-"""A program that a test forks from a loaded process is what it would be if it were started."""
+"""A program that a test forks from a loaded process is the same as one started by itself."""
 
 from __future__ import annotations
 

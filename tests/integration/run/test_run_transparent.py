@@ -232,17 +232,17 @@ def test_a_job_in_the_background_of_a_script_ignores_sigint(place: Path) -> None
         "print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN, flush=True); input()"
     )
     job = shlex.join([sys.executable, "-c", code])
-    says = "until grep -q {} out; do sleep 0.02; done; "
+    says = "while kill -0 $! && ! grep -q {} out; do sleep 0.02; done 2>/dev/null; "
     os.mkfifo(place / "in")
     for before in ("", _RUN):
         # Both signals are passed on in this order: when it has seen the second, it has ignored the first.
         script = (
-            f"rm -f out; {before}{job} <in >out & exec 3>in; {says.format('True')} kill -INT $!; kill -USR1 $!; "
-            f"{says.format('usr1')} exec 3>&-; wait $!; echo status=$?"
+            f"rm -f out; {before}{job} <in >out & exec 3>in; {says.format('.')} kill -INT $!; kill -USR1 $!; "
+            f"{says.format('usr1')} exec 3>&-; wait $!; echo status=$?; cat out"
         )
         words = ["bash", "-c", script]
         done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=place, timeout=_LATE_S)
-        assert done.stdout == "status=1\n", (before, done)
+        assert done.stdout == "status=1\nTrue\nusr1\n", (before, done)
 
 
 def test_a_daemon_that_the_job_leaves_delays_nothing_and_keeps_no_recorder(place: Path) -> None:

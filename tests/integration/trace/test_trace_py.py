@@ -1,4 +1,4 @@
-"""trace py and trace show on real programs: what is kept when they die, that they do not notice, and the stuck rank."""
+"""trace py and trace show on real programs: the lines kept when they die, an undisturbed job, and the stuck rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINES = str(PROGRAMS / "lines.py")
 
 
 def _pythons() -> list[str]:
-    """List this interpreter and newer ones that are here; those need nothing installed."""
+    """List this interpreter and newer ones of this machine; they need nothing installed."""
     newer = [shutil.which(f"python3.{minor}") or "" for minor in (12, 13, 14)]
     newer += glob.glob(os.path.expanduser("~/.pyenv/versions/3.1[234]*/bin/python"))
     return [sys.executable, *dict.fromkeys(path for path in newer if path and "3.1" in _version(path))]
@@ -109,7 +109,7 @@ def test_the_last_line_is_there_however_it_ended(
 
 def test_the_job_does_not_notice(tmp_path: Path, tracer: str) -> None:
     bare = subprocess.run([tracer, LINES, "prints", "a b"], capture_output=True, check=False, timeout=60)
-    traced = [PROGRAM, "trace", "py", "--dir", tmp_path, "--", tracer, LINES, "prints", "a b"]
+    traced = [PROGRAM, "trace", "py", "--dir", str(tmp_path), "--", tracer, LINES, "prints", "a b"]
     done = subprocess.run(traced, capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (3, bare.stdout) == (bare.returncode, bare.stdout)
     (ring,) = kept(tmp_path)
@@ -248,7 +248,7 @@ def test_a_call_that_returned_into_the_line_that_hangs(tmp_path: Path, python: s
 @pytest.mark.parametrize("how", ["is_interrupted", "recurses"])
 def test_an_exception_that_comes_out_of_the_tracer_does_no_harm(tmp_path: Path, python: str, how: str) -> None:
     # A signal handler's may be raised anywhere, and the last frame that there is room for may be the tracer's.
-    # What is done once per ring lasts long.
+    # With so many lines, work per ring takes long.
     done = run(tmp_path, python, LINES, how, options=("--lines", "20000", "--max-threads", "2"))
     assert (done.code, done.err.count("Traceback")) == (-signal.SIGKILL, 0), done.err
     (ring,) = kept(tmp_path)

@@ -87,7 +87,7 @@ def test_ranks_that_all_sleep_are_not_ok_though_their_calls_do_not_tell_why() ->
     need("strace")
     with Job("trains_on_a_stack", 3, env={"STACK": "module", "FAULT": "event"}, forked=True) as job:
         job.wait_still()
-        time.sleep(5.2)  # for less, nobody is taken as stuck
+        time.sleep(5.2)  # a shorter wait is no hang
         # strace makes the kernel start their calls again: the second time they have not been blocked for long.
         for result in (trace(job, "--rank", "0-2", "--for", "1s"), trace(job, "--for", "1s")):
             assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out
