@@ -166,7 +166,7 @@ def logins(net: Network) -> int:
 
 
 def interrupted(net: Network, *more: str) -> Result:
-    """Interrupt gpu-test once it has reached whom it can."""
+    """Interrupt gpu-test once it has reached all hosts that answer."""
     hanging = logins(net)
     run = Running(
         "gpu-test", "--hosts", net.hosts, "--host-timeout", "60", *more,
