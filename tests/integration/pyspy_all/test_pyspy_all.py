@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from jobs import Job, outliers, states
 from support import PROGRAM
-from support_warm import distdiag
+from support_warm import WarmRunning, distdiag
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from support import Result
 
 PY_SPY = str(Path(PROGRAM).with_name("py-spy"))
@@ -86,67 +90,70 @@ def assert_same_from_py_spy(folder: Path, pids: list[int]) -> None:
         assert "Ranks 0-1,3 wait in `all_reduce`" in result.findings["not-in-collective"]["detail"]
 
 
-def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
-    with Job("exits_early", 4, forked=True) as job:
-        job.wait_still()
-        job.wait_ended(1)
-        result = job.look(*SOON)
-        assert result.code == 1
-        assert [(one["ranks"], one["class"]) for one in result.report["data"]["outliers"]] == [([1], "exited")]
-        assert "exited, but its children are still running" in result.findings["exited"]["title"]
-        assert "Ranks 0,2-3 have waited for " in result.findings["exited"]["detail"]
+JOBS = {"exits_early": 4, "other_collective": 4, "counters_differ": 4, "pipeline_saves": 4, "waits_in_backward": 2}
+EQUAL = "counters_differ not"
 
 
-def test_ranks_in_another_collective_are_named() -> None:
-    with Job("other_collective", 4, forked=True) as job:
-        job.wait_still()
-        result = job.look(*SOON)
-        assert result.code == 1
-        assert outliers(result) == [([2], "log_metrics")]
-        assert "rank 2 (" in result.report["summary"]
-        assert "in `barrier` called from `log_metrics`" in result.report["summary"]
-        assert "ranks 0-1,3 in `all_reduce` called from `train_step`" in result.report["summary"]
+@pytest.fixture(scope="module")
+def looks() -> Iterator[dict[str, tuple[Job, Result]]]:
+    """Look at all these jobs at once: who looks mostly waits between samples."""
+    with ExitStack() as ends:
+        jobs = {program: Job(program, size, forked=True) for program, size in JOBS.items()}
+        jobs[EQUAL] = Job("counters_differ", 3, env={"EQUAL": "1"}, forked=True)
+        os.mkfifo(jobs["pipeline_saves"].folder / "full")
+        for job in jobs.values():
+            ends.enter_context(job)
+        for job in jobs.values():
+            job.wait_still()
+        jobs["exits_early"].wait_ended(1)
+        asked = {name: WarmRunning("pyspy-all", "--json", "--job", job.name, *SOON) for name, job in jobs.items()}
+        yield {name: (jobs[name], running.finish()) for name, running in asked.items()}
 
 
-def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
-    with (
-        Job("counters_differ", 4, forked=True) as job,
-        Job("counters_differ", 3, env={"EQUAL": "1"}, forked=True) as equal,
-    ):
-        job.wait_still()
-        equal.wait_still()
-        result = job.look(*SOON)
-        assert (result.code, outliers(result)) == (1, [([2], "train")])
-        assert "is at step 1, ranks 0-1,3 at step 2" in result.findings["behind"]["title"]
-        # With equal counters no rank is blamed, and the deciding command is printed.
-        result = equal.look(*SOON)
-        assert (result.code, outliers(result), result.report["verdict"]) == (3, [], "unknown")
-        found = result.findings["unknown"]
-        assert found["title"].startswith("cannot decide: all 3 ranks wait in `all_reduce`")
-        assert any("distdiag hang" in command for command in found["fix"]["commands"])
+def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on(looks: dict[str, tuple[Job, Result]]) -> None:
+    _, result = looks["exits_early"]
+    assert result.code == 1
+    assert [(one["ranks"], one["class"]) for one in result.report["data"]["outliers"]] == [([1], "exited")]
+    assert "exited, but its children are still running" in result.findings["exited"]["title"]
+    assert "Ranks 0,2-3 have waited for " in result.findings["exited"]["detail"]
 
 
-def test_pipeline_stages_stand_at_different_places_rightly() -> None:
-    job = Job("pipeline_saves", 4, forked=True)
-    os.mkfifo(job.folder / "full")
-    with job:
-        job.wait_still()
-        result = job.look(*SOON)
-        assert (result.code, outliers(result)) == (1, [([2], "save_state")])
-        assert result.report["data"]["outliers"][0]["class"] == "checkpoint"
-        assert f"opens {job.folder}/full" in result.report["summary"]
-        assert groups(result) == {
-            (2,): "checkpoint",
-            (0,): "communication wait",
-            (1,): "communication wait",
-            (3,): "communication wait",
-        }
+def test_ranks_in_another_collective_are_named(looks: dict[str, tuple[Job, Result]]) -> None:
+    _, result = looks["other_collective"]
+    assert result.code == 1
+    assert outliers(result) == [([2], "log_metrics")]
+    assert "rank 2 (" in result.report["summary"]
+    assert "in `barrier` called from `log_metrics`" in result.report["summary"]
+    assert "ranks 0-1,3 in `all_reduce` called from `train_step`" in result.report["summary"]
 
 
-def test_ranks_in_backward_wait_there_for_the_one_that_is_not() -> None:
-    with Job("waits_in_backward", 2, forked=True) as job:
-        job.wait_still()
-        result = job.look(*SOON)
-        assert (result.code, outliers(result)) == (1, [([1], "validate")])
-        assert "Rank 0 has waited for " in result.findings["not-in-collective"]["detail"]
-        assert "in `backward` called from `train`" in result.findings["not-in-collective"]["detail"]
+def test_where_all_wait_at_one_line_the_loop_counters_tell(looks: dict[str, tuple[Job, Result]]) -> None:
+    _, result = looks["counters_differ"]
+    assert (result.code, outliers(result)) == (1, [([2], "train")])
+    assert "is at step 1, ranks 0-1,3 at step 2" in result.findings["behind"]["title"]
+    # With equal counters no rank is blamed, and the deciding command is printed.
+    _, result = looks[EQUAL]
+    assert (result.code, outliers(result), result.report["verdict"]) == (3, [], "unknown")
+    found = result.findings["unknown"]
+    assert found["title"].startswith("cannot decide: all 3 ranks wait in `all_reduce`")
+    assert any("distdiag hang" in command for command in found["fix"]["commands"])
+
+
+def test_pipeline_stages_stand_at_different_places_rightly(looks: dict[str, tuple[Job, Result]]) -> None:
+    job, result = looks["pipeline_saves"]
+    assert (result.code, outliers(result)) == (1, [([2], "save_state")])
+    assert result.report["data"]["outliers"][0]["class"] == "checkpoint"
+    assert f"opens {job.folder}/full" in result.report["summary"]
+    assert groups(result) == {
+        (2,): "checkpoint",
+        (0,): "communication wait",
+        (1,): "communication wait",
+        (3,): "communication wait",
+    }
+
+
+def test_ranks_in_backward_wait_there_for_the_one_that_is_not(looks: dict[str, tuple[Job, Result]]) -> None:
+    _, result = looks["waits_in_backward"]
+    assert (result.code, outliers(result)) == (1, [([1], "validate")])
+    assert "Rank 0 has waited for " in result.findings["not-in-collective"]["detail"]
+    assert "in `backward` called from `train`" in result.findings["not-in-collective"]["detail"]

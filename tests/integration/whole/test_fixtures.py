@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cluster_netns import Node
 
 PORT, OTHER_PORT = 29500, 29501
+PYTHON = (sys.executable, "-I", "-S", "-c")
 # A server that sends this much to each client, and a client that prints the result.
 SERVER = """
 import socket, sys
@@ -59,13 +60,13 @@ def ssh_network(network: Network) -> Network:
 
 def serve(node: Node, *ports: int) -> None:
     for port in ports:
-        node.start(sys.executable, "-c", SERVER, str(port))
+        node.start(*PYTHON, SERVER, str(port))
     for port in ports:
         node.wait_for_port(port)
 
 
 def call(caller: Node, host: str, port: int = PORT, *, patience: float = 20) -> str:
-    return caller.run(sys.executable, "-c", CALLER, host, str(port), str(patience)).stdout.strip()
+    return caller.run(*PYTHON, CALLER, host, str(port), str(patience)).stdout.strip()
 
 
 def patience_for(met: str) -> float:

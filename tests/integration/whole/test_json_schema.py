@@ -60,7 +60,7 @@ def test_saved_facts_that_are_not_there_are_an_error_document(words: str) -> Non
     ],
 )
 def test_reports(words: str) -> None:
-    # Those that can be saved: test_save_and_judge_again. On ranks: test_gpu_test_faults, test_isolate.
+    # Commands with --save: test_save_and_judge_again. On ranks: test_gpu_test_faults, test_isolate.
     result = distdiag(*words.split(), "--json")
     check(result.out, result.code)
 

@@ -12,6 +12,7 @@ import make_site
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from support import need
 
@@ -49,12 +50,14 @@ def test_a_pasted_line_finds_its_entry(site: str) -> None:
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1500,1000"):
         options.add_argument(argument)
     with webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver"))) as browser:
+        browser.get(site)
+        box = browser.find_element(By.CSS_SELECTOR, '[data-md-component="search-query"]')
+        browser.execute_script("arguments[0].focus()", box)
+        items = "return [...document.querySelectorAll('.md-search-result__item')].map((one) => one.textContent)"
         for line, title in LINES.items():
-            browser.get(site)
-            box = browser.find_element(By.CSS_SELECTOR, '[data-md-component="search-query"]')
-            browser.execute_script("arguments[0].focus()", box)
-            box.send_keys(line)
-            found = WebDriverWait(browser, 30).until(
-                lambda page: page.find_elements(By.CSS_SELECTOR, ".md-search-result__item")
-            )
-            assert title in "\n".join(each.get_attribute("textContent") or "" for each in found[:3]), line
+            box.send_keys(Keys.CONTROL + "a" + Keys.BACKSPACE)
+            WebDriverWait(browser, 30).until(lambda page: not page.execute_script(items))
+            browser.execute_cdp_cmd("Input.insertText", {"text": line})  # as pasted: one search, not one per key
+            box.send_keys(Keys.SHIFT)
+            found = WebDriverWait(browser, 30).until(lambda page: page.execute_script(items))
+            assert title in "\n".join(found[:3]), line

@@ -38,7 +38,7 @@ def _results(folder: Path, path: str) -> list[tuple[int, str, str]]:
         with texts[0].open("w") as out, texts[1].open("w") as err:
             called = server.fork([PROGRAM, *words], {**base, **more}, (out, err))
             assert called is not None
-        found.append((called.wait(60), *(_plain(text.read_text()) for text in texts)))
+        found.append((called.wait(60), _plain(texts[0].read_text()), _plain(texts[1].read_text())))
     server._close()
     return found
 

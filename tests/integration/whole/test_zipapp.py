@@ -63,7 +63,8 @@ def test_the_stuck_rank_of_a_hung_job_is_found(archive: Path, bare: Path, home: 
 
 
 @pytest.mark.parametrize(
-    "words", ["cuda-env --goal run", "ports", "trace fds {pid}", "trace blocked", "core-bt --check-setup", "logs {log}"]
+    "words",
+    ["cuda-env --goal run", "ports", "trace fds {pid}", "trace blocked {pid}", "core-bt --check-setup", "logs {log}"],
 )
 def test_commands_that_need_no_torch_answer(archive: Path, bare: Path, home: Path, tmp_path: Path, words: str) -> None:
     log = tmp_path / "job.log"
@@ -96,38 +97,42 @@ def test_ranks_take_the_torch_of_the_active_environment(archive: Path, bare: Pat
     assert json.loads(done.stdout)["data"]["versions"]["torch"], done.stderr
 
 
-@pytest.mark.parametrize("words", ["run --", "trace py --", "overflow --"])
+IN_ACTIVE, ON_PATH = {"VIRTUAL_ENV": "{active}"}, {"PATH": "{active}/bin:/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [("run --", IN_ACTIVE), ("run --", ON_PATH), ("trace py --", IN_ACTIVE), ("overflow --", ON_PATH)],
+)
 def test_a_bare_script_gets_the_python_of_the_active_environment(
-    archive: Path, bare: Path, home: Path, tmp_path: Path, words: str
+    archive: Path, bare: Path, home: Path, tmp_path: Path, words: str, chosen: dict[str, str]
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys; print('trained in', sys.prefix)\n")
     active = str(Path(sys.executable).parent.parent)
-    for chosen in ({"VIRTUAL_ENV": active}, {"PATH": f"{active}/bin:/usr/bin:/bin"}):
-        done = run(bare, archive, home, *words.split(), str(script), **chosen)
-        assert done.stdout.startswith(f"trained in {active}\n"), done
+    environment = {name: value.format(active=active) for name, value in chosen.items()}
+    done = run(bare, archive, home, *words.split(), str(script), **environment)
+    assert done.stdout.startswith(f"trained in {active}\n"), done
 
 
-def test_the_cache_is_the_user_s_alone_and_a_foreign_one_is_not_used(archive: Path, bare: Path, tmp_path: Path) -> None:
+def test_the_cache_is_the_user_s_alone_what_is_gone_is_named_and_a_foreign_one_is_not_used(
+    archive: Path, bare: Path, tmp_path: Path
+) -> None:
     home, cache = tmp_path / "home", tmp_path / "home" / ".cache" / "distdiag"
     assert run(bare, archive, home, "--version").stdout.startswith("distdiag ")
     assert cache.stat().st_mode & 0o777 == 0o700
     (folder,) = cache.iterdir()
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.rglob("*") if path.is_file())
-    broken = folder / "lib" / "distdiag" / "__init__.py"
-    broken.write_text("raise SystemExit('another user wrote this')\n")
-    cache.chmod(0o777)
-    assert run(bare, archive, home, "--version").stdout.startswith("distdiag ")
-
-
-def test_what_is_not_in_it_is_named(archive: Path, tmp_path: Path, bare: Path) -> None:
-    home = tmp_path / "home"
-    run(bare, archive, home, "--version")
-    (lib,) = (home / ".cache" / "distdiag").glob("*/lib/msgspec")
+    lib = folder / "lib" / "msgspec"
     lib.rename(lib.with_name("gone"))
     done = run(bare, archive, home, "ports")
     assert "msgspec" in done.stderr
     assert done.returncode not in (0, 1)
+    lib.with_name("gone").rename(lib)
+    broken = folder / "lib" / "distdiag" / "__init__.py"
+    broken.write_text("raise SystemExit('another user wrote this')\n")
+    cache.chmod(0o777)
+    assert run(bare, archive, home, "--version").stdout.startswith("distdiag ")
 
 
 def test_an_old_python_is_told_which_it_needs(archive: Path) -> None:
@@ -150,14 +155,14 @@ def test_the_same_files_make_the_same_archive(archive: Path, tmp_path: Path) -> 
     assert again.read_bytes() == archive.read_bytes()
 
 
-def test_hosts_are_reached_by_openssh_where_paramiko_is_not(archive: Path, bare: Path) -> None:
+def test_hosts_are_reached_by_openssh_where_paramiko_is_not(archive: Path, bare: Path, home: Path) -> None:
     need_network()
     with Network(1) as network:
         serve_ssh(network)
         command = [*network.client.command(), str(bare), str(archive), "ports", "--json", "--hosts", "node1"]
         done = subprocess.run(
             command,
-            env={"PATH": "/usr/sbin:/usr/bin:/bin", **network.client_env()},
+            env={"PATH": "/usr/sbin:/usr/bin:/bin", "XDG_CACHE_HOME": f"{home}/.cache", **network.client_env()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
