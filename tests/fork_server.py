@@ -116,7 +116,8 @@ class ForkServer:
             words.insert(0, sys.executable)  # a script such as torchrun
         if words[0] != sys.executable or words[1].startswith("-") or _of_start(changed) != _of_start(self._env):
             return None
-        message = {"argv": words, "env": changed, "node": node, "cwd": cwd}
+        priority = os.getpriority(os.PRIO_PROCESS, 0)
+        message = {"argv": words, "env": changed, "node": node, "cwd": cwd, "priority": priority}
         with open(os.devnull, "r+b") as null:
             numbers = [null.fileno()]
             for stream in streams:
@@ -243,6 +244,7 @@ def _become(message: dict[str, Any], fds: list[int]) -> tuple[CodeType, dict[str
     for opened in fds:
         os.close(opened)
     os.chdir(message["cwd"])
+    os.setpriority(os.PRIO_PROCESS, 0, message["priority"])
     message["env"].pop("JOB_STARTER", None)
     os.environ.clear()
     os.environ.update(message["env"])

@@ -139,7 +139,6 @@ class Running:
             ended = time.monotonic()
             with self._news:
                 self._news.wait_for(lambda: self._over, 10)
-            # That it is 3 s is for tests that are alone on the machine: test_nothing_left_behind.
             wait_until(lambda: not self.left_behind(), 15, lambda: f"left behind: {self.left_behind()}")
         finally:
             self.close()

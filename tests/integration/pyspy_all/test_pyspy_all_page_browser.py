@@ -288,17 +288,17 @@ def test_a_report_without_groups_or_processes_says_so(page: Page) -> None:
     assert page.filter("3") == '0 of 0 processes. No rank or host matches "3".'
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_job_of_16384_ranks_loads_and_filters_without_an_element_for_each_rank(page: Page) -> None:
     content = large_job(SIZE)
     page.open(content)
     timing = "const [load] = performance.getEntriesByType('navigation'); return load.loadEventEnd"
-    assert page.browser.execute_script(timing) < 3000
+    assert page.browser.execute_script(timing) < 10_000
     assert page.elements() < 3000
     assert f"ranks 0-{SIZE - 1} ({SIZE})" in page.text("summary")
     started = time.monotonic()
     assert page.filter("16000-16383,node7") == "1272 of 16384 processes."
-    assert time.monotonic() - started < 20  # 18 key strokes, each of which filters
+    assert time.monotonic() - started < 60  # 18 key strokes, each of which filters
     assert page.text("#shown") == "1-100 of 1272"
     page.click("#next")
     assert page.text("#shown") == "101-200 of 1272"
