@@ -52,9 +52,10 @@ _SIGNS = {PairStatus.SLOW: ("!", "bold red"), PairStatus.UNSURE: ("?", "yellow")
 
 def subcommand() -> Subcommand[Request, SavedRun, Isolated]:
     """Return the command."""
-    return runner.subcommand(
+    made = runner.subcommand(
         "gpu-test", Request, job_of, lambda _, report: isolate_view(report), saved_as="gpu-test --isolate"
     )
+    return replace(made, shown_as_typed=("expected_bytes_per_s",))
 
 
 def job_of(request: Request) -> Job[Request, Isolated]:
