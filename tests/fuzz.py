@@ -232,10 +232,7 @@ def run_each(cases: Iterator[tuple[str, list[str], Callable[[], None]]]) -> list
 
 
 def run_calls(cases: Iterator[tuple[str, Callable[[], None]]]) -> list[Outcome]:
-    """Call each (name, call) in one forked child; its output, exception or exit status is judged like a command's.
-
-    What the child had to import is imported here then, and no later child has to.
-    """
+    """Call each (name, call) in one forked child; its output, exception or exit status is judged like a command's."""
     before = set(sys.modules)
     ours, theirs = os.pipe()
     child = os.fork()
@@ -254,7 +251,7 @@ def run_calls(cases: Iterator[tuple[str, Callable[[], None]]]) -> list[Outcome]:
     with os.fdopen(ours) as pipe:
         said = [json.loads(line) for line in pipe]
     outcomes = [Outcome(**one) for one in said if isinstance(one, dict)]
-    load([name for one in said if isinstance(one, list) for name in one])
+    load([name for one in said if isinstance(one, list) for name in one])  # no later child has to import it
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status:
         outcomes.append(Outcome("the child itself", status, 0.0, 0, f"ended with {status} after {len(outcomes)} cases"))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    Members = list[tuple[tarfile.TarInfo, bytes]]
+
 SECRETS = {
     "environment": "correct-horse+battery/9",
     "argv": "tr0ub4dor-and-3",
@@ -108,7 +110,7 @@ def test_secrets_and_names_stay_home_and_the_verdict_travels(tmp_path: Path) -> 
     assert f"distdiag hang --from {target}" in other.err
 
 
-def packed(members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+def packed(members: Members) -> bytes:
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz", compresslevel=1) as archive:
         for member, data in members:
@@ -125,7 +127,7 @@ def entry(name: str, data: bytes = b"", **fields: object) -> tuple[tarfile.TarIn
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[tarfile.TarInfo, bytes]]:
+def good(tmp_path_factory: pytest.TempPathFactory) -> Members:
     """The members of a small bundle."""
     kept = tmp_path_factory.mktemp("kept")
     distdiag("core-bt", "--check-setup", "--save", str(kept))
@@ -133,9 +135,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[tarfile.TarInfo
     return [entry("MANIFEST.txt", b"words"), entry(f"facts/{file.name}", file.read_bytes())]
 
 
-def test_a_hostile_bundle_writes_nothing_and_costs_little(
-    good: list[tuple[tarfile.TarInfo, bytes]], tmp_path: Path
-) -> None:
+def test_a_hostile_bundle_writes_nothing_and_costs_little(good: Members, tmp_path: Path) -> None:
     hostile = [
         entry("../../escaped", b"x"),
         entry("facts/../../escaped.json", b"{}"),
@@ -160,7 +160,7 @@ def test_a_hostile_bundle_writes_nothing_and_costs_little(
     assert not list(tmp_path.rglob("escaped*"))
 
 
-def test_damaged_bundles(good: list[tuple[tarfile.TarInfo, bytes]], tmp_path: Path) -> None:
+def test_damaged_bundles(good: Members, tmp_path: Path) -> None:
     original, path = packed(good), tmp_path / "b.tar.gz"
     plain = gzip.decompress(original)
 

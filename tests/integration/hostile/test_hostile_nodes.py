@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.transports import Arrivals
     from distdiag.report import Report
 
+    Judged = tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]
+
 pytestmark = pytest.mark.timeout(max(300, PER_READER))
 GOOD, LIAR = "good", "liar"
 _LIMITS, _PATIENT = Limits(start_s=1.0, facts_s=1.0), Limits(start_s=20.0, facts_s=20.0)
@@ -124,7 +126,7 @@ class Reader:
     arguments: tuple[str, ...]
     facts: type[Any]
     more: type[Any] | None
-    judge: Callable[[Replies], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]
+    judge: Callable[[Replies], Judged]
 
 
 def play(streams: Mapping[str, bytes], reader: Reader, limits: Limits = _LIMITS) -> Replies:
@@ -150,15 +152,16 @@ def show(report: Report[Any], view: Callable[[Any], Iterable[RenderableType]]) -
     raise SystemExit(report.exit_code())
 
 
-def judge_ports(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_ports(reported: Replies, targets: tuple[tuple[str, int], ...] = ()) -> Judged:
     from distdiag.commands.ports.diagnose import diagnose
     from distdiag.commands.ports.types import PortsFacts, Request
     from distdiag.commands.ports.view import ports_view
 
-    request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
+    request = Request(program="distdiag", cluster=CLUSTER, targets=targets, verbose=not targets)
     rows, refusals, _ = reported.reached
     up = reported.machines
     seen = PortsFacts(rows=rows, refusals=refusals, local=False)
+    seen.scanned = {name: [one for part in parts for one in part.results] for name, parts in reported.more.items()}
     seen.nodes, seen.hosts = {node.name: node.reply for node in up}, {node.name: node.host for node in up}
     for node, record in reported.fleet._pending:
         if node.name not in seen.nodes:
@@ -175,21 +178,7 @@ def judge_ports(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterabl
     return diagnose(request, seen), lambda report: ports_view(report, request)
 
 
-def judge_tried(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
-    from distdiag.commands.ports.diagnose import diagnose
-    from distdiag.commands.ports.types import PortsFacts, Request
-    from distdiag.commands.ports.view import ports_view
-
-    request = Request(program="distdiag", cluster=CLUSTER, targets=(("127.0.0.1", 1),))
-    rows, refusals, _ = reported.reached
-    up = reported.machines
-    seen = PortsFacts(rows=rows, refusals=refusals, local=False)
-    seen.nodes, seen.hosts = {node.name: node.reply for node in up}, {node.name: node.host for node in up}
-    seen.scanned = {name: [one for part in parts for one in part.results] for name, parts in reported.more.items()}
-    return diagnose(request, seen), lambda report: ports_view(report, request)
-
-
-def judge_cuda(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_cuda(reported: Replies) -> Judged:
     from distdiag.commands.cuda_env.diagnose import diagnose
     from distdiag.commands.cuda_env.types import Request
     from distdiag.commands.cuda_env.view import cuda_env_view
@@ -208,7 +197,7 @@ def pictures_of(reported: Replies) -> Gathered[NodePicture]:
     return Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals)
 
 
-def judge_stacks(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_stacks(reported: Replies) -> Judged:
     from distdiag.commands.pyspy_all.diagnose import diagnose
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
@@ -217,7 +206,7 @@ def judge_stacks(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterab
     return diagnose(request, pictures_of(reported)), lambda report: pyspy_all_view(report, request)
 
 
-def judge_hang(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_hang(reported: Replies) -> Judged:
     from distdiag.commands.hang.diagnose import diagnose
     from distdiag.commands.hang.page import content
     from distdiag.commands.hang.types import Request
@@ -230,7 +219,7 @@ def judge_hang(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable
     return report, lambda report: hang_view(report, request)
 
 
-def judge_blocked(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_blocked(reported: Replies) -> Judged:
     from distdiag.commands.trace.blocked.diagnose import diagnose
     from distdiag.commands.trace.blocked.types import Request
     from distdiag.commands.trace.blocked.view import trace_blocked_view
@@ -239,7 +228,7 @@ def judge_blocked(reported: Replies) -> tuple[Report[Any], Callable[[Any], Itera
     return report, lambda report: trace_blocked_view(report.data)
 
 
-def judge_doctor(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_doctor(reported: Replies) -> Judged:
     from distdiag.commands.doctor.diagnose import diagnose
     from distdiag.commands.doctor.types import NodeDoctor, Request
     from distdiag.commands.doctor.view import doctor_view
@@ -255,7 +244,7 @@ def judge_doctor(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterab
     return report, lambda made: doctor_view(made, verbose=True)
 
 
-def judge_cores(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_cores(reported: Replies) -> Judged:
     from distdiag.commands.core_bt.diagnose import diagnose
     from distdiag.commands.core_bt.types import Request
     from distdiag.commands.core_bt.view import core_bt_view
@@ -263,7 +252,7 @@ def judge_cores(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterabl
     return diagnose(Request(), reported.gathered()), lambda report: core_bt_view(report, all_threads=True)
 
 
-def judge_lines(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_lines(reported: Replies) -> Judged:
     from distdiag.commands.trace.show.diagnose import diagnose
     from distdiag.commands.trace.show.types import Request
     from distdiag.commands.trace.show.view import trace_show_view
@@ -273,10 +262,8 @@ def judge_lines(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterabl
     return diagnose(request, gathered), lambda report: trace_show_view(request, gathered.facts)
 
 
-def judge_trace(
-    command: str, modules: tuple[str, str, str]
-) -> Callable[[Replies], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]:
-    def judge(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_trace(command: str, modules: tuple[str, str, str]) -> Callable[[Replies], Judged]:
+    def judge(reported: Replies) -> Judged:
         from importlib import import_module
 
         from distdiag.commands.trace import ranks
@@ -312,24 +299,22 @@ def readers() -> dict[str, Reader]:
         return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
 
     # What hang asks for is all that pyspy-all and trace blocked do: one recording serves the three.
-    pictures: dict[str, Any] = {
-        "arguments": ("hang", "--job", "{job}", "--timeout", "10"),
-        "facts": Processes,
-        "more": Part,
-    }
+    hang = ("hang", "--job", "{job}", "--timeout", "10")
+    pictures = partial(Reader, arguments=hang, facts=Processes, more=Part)
+    tried = partial(judge_ports, targets=(("127.0.0.1", 1),))
     # By pid: both hosts are this machine, and of ranks that are there twice strace attaches to none.
     attach = ("--pid", "{rank_0}", "--pid", "{rank_1}", "--for", "1")
 
     return {
         "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
-        "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
+        "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
-        "pyspy-all": Reader(**pictures, judge=judge_stacks),
-        "hang": Reader(**pictures, judge=judge_hang),
+        "pyspy-all": pictures(judge=judge_stacks),
+        "hang": pictures(judge=judge_hang),
         "doctor": Reader(arguments=("doctor",), facts=DoctorArrived, more=DoctorPart, judge=judge_doctor),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
-        "blocked": Reader(**pictures, judge=judge_blocked),
+        "blocked": pictures(judge=judge_blocked),
         "fds": trace("fds", fds.Reply, ("diagnose", "diagnose", "view")),
         "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), *attach),
     }
@@ -554,13 +539,8 @@ def test_each_lying_host_of_a_real_run_is_a_row_of_its_own(
         (tmp_path / host).write_bytes(LIARS[how])
     script = tmp_path / "via"
     script.write_text(f'[ -e "{tmp_path}/$1" ] && {{ cat "{tmp_path}/$1"; exec cat >/dev/null; }}; exec sh')
-    arguments = [
-        *command.format(**recorder.places).split(),
-        "--hosts",
-        ",".join([*liars, GOOD]),
-        "--via",
-        f"sh {script} {{host}}",
-    ]
+    arguments = [*command.format(**recorder.places).split(), "--hosts", ",".join([*liars, GOOD])]
+    arguments += ["--via", f"sh {script} {{host}}"]
     result = distdiag(*arguments, "--json")
     assert "Traceback" not in result.err
     assert result.code in (1, 3)
