@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from support_warm import WarmRunning
 from torch_builds import BUILDS, PYTHONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from support import Result
 
@@ -49,15 +49,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[JobServer]:
         yield server
 
 
-@contextmanager
-def running(server: JobServer, envs: Iterable[dict[str, str]]) -> Iterator[list[Job]]:
-    """Run jobs side by side: who looks at a hung one mostly waits between samples."""
-    with ExitStack() as ends:
-        yield [ends.enter_context(Job("trains_on_a_stack", 4, env=env, server=server)) for env in envs]
+def job_of(stack: str, fault: str, server: JobServer) -> Job:
+    return Job("trains_on_a_stack", 4, env={"STACK": stack, "FAULT": fault}, server=server)
 
 
 def ask(jobs: Sequence[Job]) -> list[list[Result]]:
-    """Run pyspy-all and trace blocked on each, all at once."""
+    """Run pyspy-all and trace blocked on each, all at once: they mostly wait between samples."""
     commands = (("pyspy-all",), ("trace", "blocked"))
     asked = [[WarmRunning(*command, "--json", "--job", job.name) for command in commands] for job in jobs]
     return [[each.finish() for each in of_job] for of_job in asked]
@@ -73,7 +70,8 @@ def named(result: Result) -> set[int]:
     "cases", [HUNG[:3], HUNG[3:6], HUNG[6:]], ids=lambda cases: "-".join(f"{case.stack}-{case.fault}" for case in cases)
 )
 def test_the_rank_that_holds_the_others_up_is_named_and_no_other(cases: list[Case], server: JobServer) -> None:
-    with running(server, [{"STACK": case.stack, "FAULT": case.fault} for case in cases]) as jobs:
+    with ExitStack() as ends:
+        jobs = [ends.enter_context(job_of(case.stack, case.fault, server)) for case in cases]
         for job in jobs:
             job.wait_still()
         asked = ask(jobs)
@@ -87,20 +85,20 @@ def test_the_rank_that_holds_the_others_up_is_named_and_no_other(cases: list[Cas
 
 @pytest.mark.parametrize("stack", HEALTHY)
 def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> None:
-    with running(server, [{"STACK": stack}]) as jobs:
-        jobs[0].wait_ready()
-        (results,) = ask(jobs)
+    with job_of(stack, "", server) as job:
+        job.wait_ready()
+        (results,) = ask([job])
         looked = results[0]
         if looked.report["verdict"] == "unknown":  # a rank that a busy machine hid
-            results.append(looked := jobs[0].look())
+            results.append(looked := job.look())
     assert [named(result) for result in results] == [set()] * len(results), results
     assert looked.report["verdict"] in (("ok", "unknown") if stack in OF_A_MODULE else ("ok",)), results
 
 
 def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow(server: JobServer) -> None:
-    with running(server, [{"STACK": "module", "FAULT": "slow"}]) as jobs:
-        jobs[0].wait_ready()
-        ((result, blocked),) = ask(jobs)
+    with job_of("module", "slow", server) as job:
+        job.wait_ready()
+        ((result, blocked),) = ask([job])
     assert result.report["verdict"] in ("ok", "warn"), result.out
     assert named(result) <= {2}
     assert blocked.report["verdict"] != "fail"

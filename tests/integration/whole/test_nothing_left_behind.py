@@ -168,8 +168,7 @@ def interrupted(net: Network, *more: str) -> Result:
         "gpu-test", "--hosts", net.hosts, "--host-timeout", "60", *more,
         env=net.client_env(), wrap=tuple(net.client.command()),
     )  # fmt: skip
-    wait_until(lambda: "distdiag-agent" in str(net["good"].processes()), 20, lambda: "no agent")
-    wait_until(lambda: logins(net) > hanging, 20, lambda: "no login")
+    wait_until(lambda: "distdiag-agent" in str(at_work(net)) and logins(net) > hanging, 20, lambda: str(at_work(net)))
     began = time.monotonic()
     os.kill(run.process.pid, signal.SIGINT)
     result = run.finish()
