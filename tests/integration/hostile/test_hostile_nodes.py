@@ -356,8 +356,8 @@ class Recorder:
         return self.recorded[arguments]
 
     def _streams(self, arguments: tuple[str, ...]) -> dict[str, bytes]:
-        # Nodes that do not speak to each other would both say the same of this machine: one is asked. Where it has
-        # four ranks, each of the two gets a half of what it said: torch is imported once.
+        # Nodes that do not speak to each other would both report this machine: only one is asked. Where it has
+        # four ranks, each of the two gets the records of two: torch is imported once.
         alone = arguments[0] in ("hang", "trace", "cuda-env", "core-bt") or "4" in arguments
         hosts = (GOOD,) if alone else (LIAR, GOOD)
         done = distdiag(*self.words(arguments, _RECORD, hosts))
@@ -370,7 +370,7 @@ class Recorder:
 
 
 def without_ranks(stream: bytes, ranks: Sequence[int]) -> bytes:
-    """Leave out what a node says of these ranks."""
+    """Leave out the records of these ranks."""
     theirs = tuple(b'"rank": %d,' % rank for rank in ranks)
     return wire.MARK.join(one for one in stream.split(wire.MARK) if not any(rank in one[:40] for rank in theirs))
 

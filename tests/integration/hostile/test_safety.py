@@ -58,7 +58,7 @@ def test_looking_writes_no_file_opens_no_port_and_signals_nobody(
     log = tmp_path / "calls"
     subprocess.run(
         ["strace", "-f", "--seccomp-bpf", "-qq", "-e", f"trace={calls}", "-o", str(log), PROGRAM, *words],
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # what Python compiles is not of the command
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # bytecode is Python's own
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         check=False,
