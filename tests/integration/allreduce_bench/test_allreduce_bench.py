@@ -154,7 +154,7 @@ def test_what_was_measured_before_a_rank_fails_is_kept(fault: str, finding: str)
 
 @pytest.mark.timed
 def test_a_late_rank_is_named() -> None:
-    result = bench("--nproc", "2", "--sizes", "256KiB:1MiB:x2", "--inject", "slow:1", "--iters", "15")
+    result = bench("--nproc", "2", "--sizes", "2MiB:8MiB:x2", "--inject", "slow:1", "--iters", "15")
     assert result.code == 0
     assert result.findings["late-rank"]["where"]["ranks"] == [1]
 
