@@ -48,14 +48,17 @@ def gather(
 ) -> Gathered[NodePicture]:
     """Find the processes on all hosts, `choose` some, and read them. Raises the errors of `choose`.
 
+    If no node has a chosen process, all remain in the pictures, unread, so that errors can list their jobs.
     `ask`: without the processes of a node. `doing`: the progress line; {processes} in it is the number of processes.
     """
     kept: dict[str, Processes] = {}
 
     def plan(hosts: Mapping[str, Processes], _: object) -> Asks:
-        kept.update(choose(hosts))
+        chosen = choose(hosts)
+        if any(processes.processes for processes in chosen.values()):
+            kept.update(chosen)
         own = replace(ask, stores=len(kept) <= _STORE_CLIENTS)
-        asks = {host: _of_node(own, processes) for host, processes in kept.items()}
+        asks = {host: _of_node(own, processes) for host, processes in chosen.items()}
         by_host = {host: each for host, each in asks.items() if each is not None}
         count = sum(len(each.sampled.pids) for each in by_host.values())
         return Asks(

@@ -153,11 +153,6 @@ def of_job(processes: Processes, name: str, *, strict: bool = False) -> Processe
     return replace(processes, processes=tuple(process for process in kept if _belongs(process, named, parents, above)))
 
 
-def known_of(processes: Processes, kept: Processes) -> Processes:
-    """Return the chosen processes; if the node has none of the job, all, so that errors can list its jobs."""
-    return kept if kept.processes else processes
-
-
 def with_job_of(hosts: Mapping[str, Processes], pids: Collection[int]) -> dict[str, Processes]:
     """Keep, on all hosts, the processes of the jobs of these pids."""
     asked = [process for processes in hosts.values() for process in processes.processes if process.pid in pids]

@@ -12,7 +12,7 @@ from distdiag.commands.hang.view import hang_view
 from distdiag.diagnosis.stuck.types import Source
 from distdiag.jobs import pictures
 from distdiag.jobs.picture import Ask
-from distdiag.jobs.roles import known_of, of_job, with_job_of, without_lone
+from distdiag.jobs.roles import of_job, with_job_of, without_lone
 from distdiag.jobs.sample_stacks import LONGEST_S, Sampling
 from distdiag.jobs.types import NodePicture
 from distdiag.runner import Subcommand
@@ -47,8 +47,8 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
 
 
 def _choose(request: Request, hosts: Mapping[str, Processes]) -> dict[str, Processes]:
-    """Return the processes of the requested job; if a host has none, all of its processes, to list its jobs."""
-    kept = {host: known_of(processes, _wanted(processes, request)) for host, processes in hosts.items()}
+    """Return the processes of the requested job."""
+    kept = {host: _wanted(processes, request) for host, processes in hosts.items()}
     return with_job_of(kept, request.wanted.pids) if request.wanted.pids else kept
 
 

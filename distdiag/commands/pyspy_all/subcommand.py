@@ -14,7 +14,7 @@ from distdiag.diagnosis.stuck.types import OF_PROCESSES
 from distdiag.errors import UsageError
 from distdiag.jobs import pictures
 from distdiag.jobs.picture import Ask
-from distdiag.jobs.roles import find_jobs, job_options, known_of, of_interest, of_job, without_lone
+from distdiag.jobs.roles import find_jobs, job_options, of_interest, of_job, without_lone
 from distdiag.jobs.sample_stacks import Sampling
 from distdiag.jobs.types import NodePicture, NodeStacks
 from distdiag.runner import Subcommand
@@ -58,7 +58,7 @@ def _choose(request: Request, hosts: Mapping[str, Processes]) -> dict[str, Proce
     """Choose the processes to sample. Raises UsageError if that would pause several jobs."""
     if request.native and not request.pids and not request.job:
         _refuse_several_jobs(hosts)
-    return {host: _known(processes, request) for host, processes in hosts.items()}
+    return {host: _only_wanted(processes, request) for host, processes in hosts.items()}
 
 
 def _refuse_several_jobs(hosts: Mapping[str, Processes]) -> None:
@@ -79,11 +79,6 @@ def _only_wanted(facts: Processes, request: Request) -> Processes:
         own = tuple(process for process in kept.processes if process.pid in pids or pids & set(process.above))
         kept = replace(kept, processes=own)
     return kept
-
-
-def _known(facts: Processes, request: Request) -> Processes:
-    kept = _only_wanted(facts, request)
-    return kept if request.pids else known_of(facts, kept)
 
 
 SUBCOMMAND = Subcommand(

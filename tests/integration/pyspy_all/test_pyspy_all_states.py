@@ -103,9 +103,14 @@ def test_pids_that_are_asked_for(tmp_path: object) -> None:
     assert f"process {job.pid(1)} not found on " in gone.report["summary"]
 
 
-def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
-    result = distdiag("pyspy-all", "--json", "--job", "10.9.8.7:1")
+@pytest.mark.parametrize("command", ["pyspy-all", "hang"])
+def test_where_there_is_no_such_job_it_lists_those_that_are_there_and_samples_none(command: str) -> None:
+    with Job("stands_still", 1) as job:
+        job.wait_still()
+        result = distdiag(command, "--json", "--job", "10.9.8.7:1")
+        assert "sampling" not in result.err
     assert (result.code, list(result.findings)) == (3, ["no-job"])
+    assert "Jobs found: " in result.findings["no-job"]["detail"]
     check(result.out, 3)
 
 
