@@ -66,7 +66,8 @@ def attribute(outcome: Outcome, traces: list[RankTimeline], stages: Sequence[str
     only_consequences = not (real_deaths or roots or missing or lost)
     if not only_consequences:
         died, troubles = real_deaths, roots
-    if 0 in (*(trace.rank for trace in died), *missing, *lost):
+    failed = (trouble.rank for trouble in troubles if trouble.kind != "port-foreign")
+    if 0 in (*(trace.rank for trace in died), *failed, *missing, *lost):
         # Without rank 0, a foreign answer at the address is a consequence.
         troubles = [trouble for trouble in troubles if trouble.kind != "port-foreign"]
     return Attribution(

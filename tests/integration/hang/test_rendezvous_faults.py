@@ -166,7 +166,7 @@ def test_lost_packets_and_own_names_on_loopback_are_warnings_and_the_ranks_still
     nodes[1].loss(8)
     result = run(network, "--size", "64KiB", "--stall", "60")
     assert result.statuses == ["ok", "ok"], result.out
-    assert (result.code, result.report["verdict"]) == (0, "warn")
+    assert (result.code, result.report["verdict"]) == (0, "warn"), result.out
     assert sorted(result.findings["link-lossy"]["where"]["hosts"]) == ["node1", "node2"]
     found = result.findings["name-loopback"]
     assert "127.0.1.1" in found["title"]

@@ -91,6 +91,16 @@ def test_the_rank_with_the_fewest_steps_is_missing() -> None:
     assert statuses == ["waiting", "missing", "waiting"]
 
 
+def test_a_foreign_answer_at_the_port_of_a_rank_0_that_failed_is_a_consequence() -> None:
+    no_torch = {"kind": "no-torch", "message": "No module named 'torch'"}
+    foreign = {"kind": "port-foreign", "message": "HTTP/1.1 400", "address": "node1", "port": 29500}
+    second = trace(1, step("connect", 2, trouble=foreign))
+    found, _ = judged(Outcome.FAULT, trace(0, step("start", 1, trouble=no_torch)), second)
+    assert list(found) == ["no-torch"]
+    found, _ = judged(Outcome.FAULT, trace(0, step("connect", 2, waiting=True)), second)
+    assert list(found) == ["port-foreign"]
+
+
 def at_work(state: str = "S", **done: Any) -> RankInspected:  # noqa: ANN401
     return RankInspected(rank=0, state=state, wait_channel="", frames=(), stack_error="no", tail="", **done)
 
