@@ -48,7 +48,7 @@ def gather(
 ) -> Gathered[NodePicture]:
     """Find the processes on all hosts, `choose` some, and read them. Raises the errors of `choose`.
 
-    If no node has a chosen process, all remain in the pictures, unread, so that errors can list their jobs.
+    If no node has a chosen process, the pictures list all processes, unread, for an error that names the jobs.
     `ask`: without the processes of a node. `doing`: the progress line; {processes} in it is the number of processes.
     """
     kept: dict[str, Processes] = {}

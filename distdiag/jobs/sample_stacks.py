@@ -82,7 +82,7 @@ class Sampled:
 
 
 def sample(chosen: Sampled, how: Sampling, left_s: float, tell: Callable[[Watched], None]) -> None:
-    """Sample processes and send each after its last sample; meanwhile what an interrupt would lose.
+    """Sample processes; send the samples of each at the end, and partial samples during a long run.
 
     `left_s`: time until the deadline.
     """
@@ -195,7 +195,7 @@ class _Look:
         return any(pattern.fullmatch(library) for pattern in self._named for library in inner)
 
     def pause(self, seconds: float) -> None:
-        """Sleep. If that or the time since the last message is long, first send what is at least twice as much."""
+        """Sleep; before a long sleep, or long after the last message, first send the samples if their number has doubled."""
         is_long = seconds >= _LONG_S or time.monotonic() - self._sent_s >= _LONG_S
         if is_long and self._n_taken() >= 2 * self._n_sent:
             self.send()
