@@ -195,7 +195,7 @@ class _Look:
         return any(pattern.fullmatch(library) for pattern in self._named for library in inner)
 
     def pause(self, seconds: float) -> None:
-        """Sleep; before a long sleep, or long after the last message, first send the samples if their number has doubled."""
+        """Sleep; before a long sleep, or long after the last message, first send samples that have doubled in number."""
         is_long = seconds >= _LONG_S or time.monotonic() - self._sent_s >= _LONG_S
         if is_long and self._n_taken() >= 2 * self._n_sent:
             self.send()
