@@ -195,7 +195,7 @@ class _Look:
         return any(pattern.fullmatch(library) for pattern in self._named for library in inner)
 
     def pause(self, seconds: float) -> None:
-        """Sleep; before a long sleep, or long after the last message, first send samples that have doubled in number."""
+        """Sleep; if that or the last message is long, first send the samples, once their number has doubled."""
         is_long = seconds >= _LONG_S or time.monotonic() - self._sent_s >= _LONG_S
         if is_long and self._n_taken() >= 2 * self._n_sent:
             self.send()
