@@ -79,8 +79,10 @@ def test_unix_sockets() -> None:
 
 
 def test_a_unix_path_may_be_anything() -> None:
+    forged = "0002: so that it looks like a line\n"
     table = (
-        "Num RefCount ...\n0000: 00000002 00000000 00010000 0001 01 5 /tmp/a\nb: c d e f\n0001: 00 00 00 0001 03 6\n"
+        "Num RefCount ...\n0000: 00000002 00000000 00010000 0001 01 5 /tmp/a\nb: c d e f\n"
+        f"{forged}0001: 00 00 00 0001 03 6\n"
     )
     assert set(sockets.parse_unix(table)) == {5, 6}
 
