@@ -96,7 +96,7 @@ def test_paths_between_nodes_that_are_closed_are_named_and_judged_again_in_one_l
 
 def test_a_slow_link_is_named_without_its_neighbours_and_a_node_that_is_not_there_is_left_out(network: Network) -> None:
     need("tc")
-    network["node3"].limit_rate("100mbit")
+    network["node3"].limit_rate("30mbit")
     try:
         done = run(network, "--json", hosts="node[2-4,9]")
     finally:
