@@ -39,8 +39,8 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def net(network: Network) -> Iterator[Network]:
-    """All nodes; nothing of an earlier test is at work."""
-    assert at_work(network) == []
+    """All nodes, once nothing of an earlier test is at work."""
+    await_nothing(network, time.monotonic())
     yield network
     for node in network.nodes:
         node.heal()
