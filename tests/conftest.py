@@ -39,6 +39,17 @@ def _a_timed_test_goes_first(request: pytest.FixtureRequest) -> Iterator[None]:
     os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
+@pytest.fixture
+def one_thread_of_torch() -> Iterator[None]:
+    """Small operations on several threads wait for the slowest, which takes long on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def _no_test_leaves_what_it_started() -> Iterator[None]:
     yield

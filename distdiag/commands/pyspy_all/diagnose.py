@@ -64,16 +64,18 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary, interrupted=gathered.interrupted)
 
 
+def _taken(verdicts: Sequence[JobVerdict]) -> list[tuple[Sample, ...]]:
+    return [state.member.watched.samples for each in verdicts for state in each.states if state.member.watched]
+
+
 def _samples(request: Request, verdicts: Sequence[JobVerdict]) -> int:
     """Return the number of samples that were received."""
-    taken = [state.member.watched.samples for each in verdicts for state in each.states if state.member.watched]
-    return max(map(len, taken), default=request.samples)
+    return max(map(len, _taken(verdicts)), default=request.samples)
 
 
 def _interval_s(request: Request, verdicts: Sequence[JobVerdict]) -> float:
     """Return the time between samples, measured where the node chose it."""
-    taken = [state.member.watched.samples for each in verdicts for state in each.states if state.member.watched]
-    full = [samples for samples in taken if len(samples) == request.samples] if request.is_quick else []
+    full = [samples for samples in _taken(verdicts) if len(samples) == request.samples] if request.is_quick else []
     return min(((own[-1].at_s - own[0].at_s) / (len(own) - 1) for own in full), default=request.interval_s)
 
 

@@ -26,7 +26,7 @@ from distdiag.commands.floatcmp.operation import (
 from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from distdiag.commands.floatcmp.operation import Measured, OpComparison
     from distdiag.report import Report
@@ -55,15 +55,6 @@ def with_a_wrong_bit(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def with_a_lost_term(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a[:, 1:] @ b[1:]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Many small operations on several threads wait for the slowest, which takes long on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_16_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
