@@ -24,6 +24,8 @@ gc.disable()  # until all tests are imported: imports make no garbage, and to lo
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+os.environ.setdefault("DISTDIAG_TESTS_RUN", str(os.getpid()))  # in all workers the process that started these
+
 # The kubectl fetched by `make test` precedes the system's, which may be too old for the tests.
 os.environ["PATH"] = f"{sys.prefix}/kubectl:{os.environ['PATH']}"
 

@@ -20,11 +20,13 @@ import socket
 import struct
 import subprocess
 import sys
+import time
+import zlib
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
     from types import CodeType
 
 _AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "MKL_")
@@ -74,22 +76,40 @@ class Program(subprocess.Popen[str]):
 
 
 class ForkServer:
-    """A process that has imported `loads`, and what its forks had to import if it `learns`; ends with this one."""
+    """A process that has imported `loads`, and what its forks had to import if it `learns`.
 
-    def __init__(self, loads: Sequence[str], env: Mapping[str, str], *, learns: bool = False) -> None:
+    It ends with this process; `shared`, a name, with the test run, whose workers all use the one of this name.
+    """
+
+    def __init__(self, loads: Sequence[str], env: Mapping[str, str], *, learns: bool = False, shared: str = "") -> None:
         self._env = dict(env)
-        self._connection, theirs = socket.socketpair()
+        self._shared = bool(shared)
+        if shared:
+            run = int(os.environ.get("DISTDIAG_TESTS_RUN", os.getpid()))
+            self._connection = socket.socket(socket.AF_UNIX)
+            kind = zlib.crc32(json.dumps(sorted(_of_start(env).items())).encode())
+            address = f"\0distdiag-tests-{run}-{shared}-{kind}"
+            with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # another worker was first
+                listener.bind(address)
+                listener.listen()
+                self._process = self._start(listener, loads, learns, run)
+            _connect(self._connection, address)
+        else:
+            self._connection, theirs = socket.socketpair()
+            self._process = self._start(theirs, loads, learns, 0)
+            theirs.close()
+        atexit.register(self._close)
+
+    def _start(self, end: socket.socket, loads: Sequence[str], learns: bool, run: int) -> subprocess.Popen[bytes]:
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fork_server; "
-        code += f"exec(*fork_server.serve({theirs.fileno()}, {list(loads)}, {learns}))"
-        self._process = subprocess.Popen(
+        code += f"exec(*fork_server.serve({end.fileno()}, {list(loads)}, {learns}, {run}))"
+        return subprocess.Popen(
             [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[end.fileno()],
             stdin=subprocess.DEVNULL,
             env=self._env,
             start_new_session=True,
         )
-        theirs.close()
-        atexit.register(self._close)
 
     def fork(
         self, argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int | IO[Any]], node: int = 0
@@ -127,15 +147,28 @@ class ForkServer:
 
     def _close(self) -> None:
         self._connection.close()
-        self._process.wait(20)
+        if not self._shared:
+            self._process.wait(20)
+
+
+def _connect(connection: socket.socket, address: str) -> None:
+    """Connect, also while the worker that has bound the address does not listen yet."""
+    for _ in range(100):
+        with contextlib.suppress(ConnectionRefusedError):
+            return connection.connect(address)
+        time.sleep(0.05)
+    raise ConnectionRefusedError(address)
 
 
 def _of_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_AT_START)}
 
 
-def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, Any]]:
-    """Fork for each message; return in the forks, with the program and its namespace. Ends with the connection."""
+def serve(fd: int, loads: list[str], learns: bool, run: int) -> tuple[CodeType, dict[str, Any]]:
+    """Fork for each message; return in the forks, with the program and its namespace.
+
+    It ends with the connection `fd`; with the process `run`, if given, when `fd` listens for connections.
+    """
     del sys.path[0]
     gc.disable()  # imports make no garbage
     for name in loads:
@@ -144,25 +177,25 @@ def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, 
     gc.enable()
     reading, writing = os.pipe()  # names of modules
     os.set_blocking(reading, False)
-    connection = socket.socket(fileno=fd)
+    clients = _Clients(fd, run)
     woken, waking = socket.socketpair()
     for each in (woken, waking):
         each.setblocking(False)
     signal.set_wakeup_fd(waking.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: dict[int, socket.socket] = {}
     while True:
-        readable = select.select([connection, woken], [], [])[0]
+        readable = select.select([woken, *clients.waited_for()], [], [])[0]
         if woken in readable:
             woken.recv(4096)
-            _report_ended(running)
+            clients.report_ended()
             with contextlib.suppress(BlockingIOError):
                 load(os.read(reading, 65536).decode().split())
-        if connection in readable and (asked := _fork_next(connection, running)):
+        if asked := clients.serve(readable):
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for each in (connection, woken, waking, *running.values()):
+            for each in (woken, waking):
                 each.close()
+            clients.close()
             os.close(reading)
             if learns:
                 atexit.register(_report_modules, writing, set(sys.modules))
@@ -171,20 +204,69 @@ def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, 
             return _become(*asked)
 
 
-def _fork_next(connection: socket.socket, running: dict[int, socket.socket]) -> tuple[dict[str, Any], list[int]] | None:
-    """Fork for the next message, which the fork returns with its streams."""
-    head, fds, *_ = socket.recv_fds(connection, 4, 4)
-    if not head:
-        _end_all(running)
-    message = json.loads(connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
-    pid = _fork(message["node"])
-    if pid == 0:
-        return message, fds
-    for each in fds[:3]:
-        os.close(each)
-    running[pid] = socket.socket(fileno=fds[3])
-    running[pid].sendall(pid.to_bytes(4, "big"))
-    return None
+class _Clients:
+    """The connections of a server, and the forks of each that still run."""
+
+    def __init__(self, fd: int, run: int) -> None:
+        end = socket.socket(fileno=fd)
+        self._listener = end if run else None
+        self._run = os.pidfd_open(run) if run else -1
+        self._connections = [] if run else [end]
+        self._running: dict[int, tuple[socket.socket, socket.socket]] = {}
+        """The connection of a fork, and the socket that gets its status."""
+
+    def waited_for(self) -> list[Any]:
+        return [*self._connections, *((self._listener, self._run) if self._listener else ())]
+
+    def serve(self, readable: list[Any]) -> tuple[dict[str, Any], list[int]] | None:
+        """Fork for the next message of each connection; a fork gets its message and its streams."""
+        if self._run in readable:
+            self._kill(self._connections)
+            os._exit(0)
+        if self._listener and self._listener in readable:
+            self._connections.append(self._listener.accept()[0])
+        for connection in [each for each in self._connections if each in readable]:
+            head, fds, *_ = socket.recv_fds(connection, 4, 4)
+            if not head:
+                self._kill([connection])
+                if self._listener is None:
+                    os._exit(0)
+                self._connections.remove(connection)
+                connection.close()
+                continue
+            message = json.loads(connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+            pid = _fork(message["node"])
+            if pid == 0:
+                return message, fds
+            for each in fds[:3]:
+                os.close(each)
+            status = socket.socket(fileno=fds[3])
+            status.sendall(pid.to_bytes(4, "big"))
+            self._running[pid] = connection, status
+        return None
+
+    def report_ended(self) -> None:
+        while self._running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            with self._running.pop(ended[0])[1] as end:
+                try:
+                    end.sendall(os.waitstatus_to_exitcode(ended[1]).to_bytes(4, "big", signed=True))
+                except OSError:
+                    continue  # no test waits for it
+
+    def _kill(self, ended: Container[socket.socket]) -> None:
+        for pid, (connection, _) in self._running.items():
+            if connection in ended:
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close all in a fork."""
+        for _, status in self._running.values():
+            status.close()
+        for each in self._connections:
+            each.close()
+        if self._listener:
+            self._listener.close()
+            os.close(self._run)
 
 
 def _report_modules(pipe: int, before: set[str]) -> None:
@@ -199,21 +281,6 @@ def load(names: list[str]) -> None:
         if name.partition(".")[0] not in ("torch", "numpy", "__mp_main__") and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-
-
-def _report_ended(running: dict[int, socket.socket]) -> None:
-    while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-        with running.pop(ended[0]) as end:
-            try:
-                end.sendall(os.waitstatus_to_exitcode(ended[1]).to_bytes(4, "big", signed=True))
-            except OSError:
-                continue  # no test waits for it
-
-
-def _end_all(running: dict[int, socket.socket]) -> None:
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-    os._exit(0)
 
 
 def _fork(node: int) -> int:

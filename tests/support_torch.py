@@ -26,7 +26,7 @@ _IMPORTS = r"^\s*(import|from) torch\b|^from job import .*\bjoin\b"
 
 @functools.cache
 def _server() -> ForkServer:
-    return ForkServer(_LOADS, {**os.environ, "OMP_NUM_THREADS": "1"})
+    return ForkServer(_LOADS, {**os.environ, "OMP_NUM_THREADS": "1"}, shared="torch")
 
 
 def start(

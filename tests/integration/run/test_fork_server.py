@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import fork_server
 from fork_server import ForkServer
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from support import wait_until
 
 SEES = """
 import json, os, sys
@@ -29,6 +29,15 @@ json.dump({
 }, sys.stdout)
 sys.stdout.flush()
 os.kill(os.getpid(), int(sys.argv[1])) if int(sys.argv[1]) else sys.exit(7)
+"""
+
+WORKER = """
+import os, sys, subprocess
+from fork_server import ForkServer
+server = ForkServer(["json"], os.environ, shared="test")
+program = server.fork([sys.executable, sys.argv[1]], os.environ, (sys.stdout, subprocess.STDOUT))
+print("fork", program.pid, flush=True)
+sys.stdin.readline()
 """
 
 
@@ -59,3 +68,39 @@ def test_what_takes_effect_at_the_start_of_python_is_not_forked() -> None:
     assert server.fork([sys.executable, "program.py"], {**os.environ, "PYTHONHASHSEED": "7"}, streams) is None
     assert server.fork([sys.executable, "-c", "pass"], os.environ, streams) is None
     assert server.fork(["sh", "program.sh"], os.environ, streams) is None
+
+
+def test_workers_share_a_server_that_ends_with_their_run_and_a_fork_with_its_worker(tmp_path: Path) -> None:
+    program, worker = tmp_path / "sleeps.py", tmp_path / "worker.py"
+    program.write_text("import os, time; print('server', os.getppid(), flush=True); time.sleep(600)")
+    worker.write_text(WORKER)
+    with subprocess.Popen(["sleep", "600"]) as run:
+        env = {**os.environ, "DISTDIAG_TESTS_RUN": str(run.pid), "PYTHONPATH": str(Path(fork_server.__file__).parent)}
+        workers = [
+            subprocess.Popen(
+                [sys.executable, worker, program], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for _ in range(2)
+        ]
+        first, second = [dict(each.stdout.readline().split() for _ in range(2)) for each in workers if each.stdout]
+        assert first["server"] == second["server"]
+        end(workers[0])
+        ended(first["fork"])
+        assert Path("/proc", second["fork"]).exists()
+        end(workers[1])
+        ended(second["fork"])
+        assert Path("/proc", second["server"]).exists()
+        run.kill()
+    ended(second["server"])
+
+
+def end(worker: subprocess.Popen[str]) -> None:
+    """End a worker; the server of both holds the first one's output open."""
+    for stream in (worker.stdin, worker.stdout):
+        assert stream is not None
+        stream.close()
+    worker.wait(20)
+
+
+def ended(pid: str) -> None:
+    wait_until(lambda: not Path("/proc", pid).exists(), 20, lambda: f"{pid} has not ended")
