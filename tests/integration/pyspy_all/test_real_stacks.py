@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,13 +45,17 @@ OF_A_MODULE = ("module", "pause")
 
 
 @pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
-def server(request: pytest.FixtureRequest) -> Iterator[JobServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[JobServer | None]:
+    """Return who starts jobs on another torch; None: they are forked from a process that has this one."""
+    if request.param == sys.executable:
+        yield None
+        return
     with JobServer("trains_on_a_stack", request.param) as server:
         yield server
 
 
-def job_of(stack: str, fault: str, server: JobServer) -> Job:
-    return Job("trains_on_a_stack", 4, env={"STACK": stack, "FAULT": fault}, server=server)
+def job_of(stack: str, fault: str, server: JobServer | None) -> Job:
+    return Job("trains_on_a_stack", 4, env={"STACK": stack, "FAULT": fault}, forked=True, server=server)
 
 
 def ask(jobs: Sequence[Job]) -> list[list[Result]]:
@@ -69,7 +74,7 @@ def named(result: Result) -> set[int]:
 @pytest.mark.parametrize(
     "cases", [HUNG[:3], HUNG[3:6], HUNG[6:]], ids=lambda cases: "-".join(f"{case.stack}-{case.fault}" for case in cases)
 )
-def test_the_rank_that_holds_the_others_up_is_named_and_no_other(cases: list[Case], server: JobServer) -> None:
+def test_the_rank_that_holds_the_others_up_is_named_and_no_other(cases: list[Case], server: JobServer | None) -> None:
     with ExitStack() as ends:
         jobs = [ends.enter_context(job_of(case.stack, case.fault, server)) for case in cases]
         for job in jobs:
@@ -84,7 +89,7 @@ def test_the_rank_that_holds_the_others_up_is_named_and_no_other(cases: list[Cas
 
 
 @pytest.mark.parametrize("stack", HEALTHY)
-def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> None:
+def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer | None) -> None:
     with job_of(stack, "", server) as job:
         job.wait_ready()
         (results,) = ask([job])
@@ -95,7 +100,7 @@ def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> Non
     assert looked.report["verdict"] in (("ok", "unknown") if stack in OF_A_MODULE else ("ok",)), results
 
 
-def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow(server: JobServer) -> None:
+def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow(server: JobServer | None) -> None:
     with job_of("module", "slow", server) as job:
         job.wait_ready()
         ((result, blocked),) = ask([job])
