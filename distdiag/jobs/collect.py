@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from distdiag.facts import deadlines, machine
+from distdiag.facts.network.sockets import TcpTables
 from distdiag.facts.process import procs, ptrace_permission
 from distdiag.facts.process.activity import Activity  # noqa: TC001 - decoded by its annotations
 from distdiag.facts.process.rank_identity import Identity, identify
@@ -109,9 +110,10 @@ def facts(ask: Ask) -> Processes:
     children = procs.children_of(table.values())
     words, mute = deadlines.each(table, procs.command_words, patience_s=_PATIENCE_S)
     ours = _ourselves(table, children, words)
+    tcp = TcpTables()
     read, late = deadlines.each(
         [pid for pid in words if pid not in ours],
-        lambda pid: _read(table[pid], table, words[pid], asked=pid in requested),
+        lambda pid: _read(table[pid], table, words[pid], tcp, asked=pid in requested),
         patience_s=_PATIENCE_S,
     )
     found = {pid: process for pid, process in read.items() if process is not None}
@@ -120,7 +122,7 @@ def facts(ask: Ask) -> Processes:
     _add_hidden(found, table, children, {*ours, *mute, *late})
     parents = {process.parent for process in found.values() if process.place is not None}
     found.update((process.pid, process) for process in locked if process.parent in parents or process.pid in requested)
-    found.update((process.pid, replace(process, store=True)) for process in _with_store(found))
+    found.update((process.pid, replace(process, store=True)) for process in _with_store(found, tcp))
     if ask.user:
         owner = _user_id(ask.user)
         found = {pid: process for pid, process in found.items() if process.user == owner}
@@ -153,7 +155,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _with_store(found: dict[int, Process]) -> list[Process]:
+def _with_store(found: dict[int, Process], tcp: TcpTables) -> list[Process]:
     """List possible ranks without RANK: processes with torch that started ranks and connect to the same MASTER_PORT."""
     ports: dict[int, set[int]] = {}
     for process in found.values():
@@ -164,7 +166,10 @@ def _with_store(found: dict[int, Process]) -> list[Process]:
     return [
         process
         for process, own in above
-        if process.place is None and process.torch and process.kind == "" and procs.has_connection(process.pid, own)
+        if process.place is None
+        and process.torch
+        and process.kind == ""
+        and procs.has_connection(process.pid, own, tcp)
     ]
 
 
@@ -222,7 +227,7 @@ def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
     )
 
 
-def _read(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) -> Process | None:
+def _read(proc: Proc, table: dict[int, Proc], words: list[str], tcp: TcpTables, *, asked: bool) -> Process | None:
     """Read a process; None if it shows no relation to a job."""
     if not words and proc.state != "Z":
         return None  # a kernel thread
@@ -237,7 +242,7 @@ def _read(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) 
         return None
     process = _process(proc, table, words, variables, kind=kind, python=python, mapped=mapped)
     without_rank = place is None and torch and kind == ""
-    return replace(process, asked=asked, connections=procs.connections(proc.pid) if without_rank else ())
+    return replace(process, asked=asked, connections=procs.connections(proc.pid, tcp) if without_rank else ())
 
 
 def _process(

@@ -32,7 +32,7 @@ def train(losses: TextIO) -> None:
         if step == 3:
             ready()
         if ENDLESS:
-            time.sleep(0.01)  # who looks at it needs a processor too
+            time.sleep(0.05)  # who looks at it needs a processor too
 
 
 torch.set_num_threads(1)

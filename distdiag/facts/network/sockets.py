@@ -96,10 +96,19 @@ def tcp_table(pid: int) -> dict[int, Socket]:
     return {inode: sock for table in tables for inode, sock in table.items()}
 
 
-def tcp_sockets(pid: int) -> list[Socket]:
-    """List the TCP sockets of a process, by inode."""
-    table = tcp_table(pid)
-    return [table[inode] for inode in sorted(inodes(pid) & table.keys())]
+class TcpTables:
+    """The TCP sockets of network namespaces, each read once: the kernel takes 10 ms and more for one."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[int, Socket]] = {}
+
+    def sockets(self, pid: int) -> list[Socket]:
+        """List the TCP sockets of a process, by inode."""
+        name = machine.network_namespace(pid) or f"of {pid}"
+        if not self._known.get(name):  # empty: perhaps that process has just ended
+            self._known[name] = tcp_table(pid)
+        table = self._known[name]
+        return [table[inode] for inode in sorted(inodes(pid) & table.keys())]
 
 
 def stuck(pid: int) -> list[dict[str, object]]:
@@ -111,7 +120,7 @@ def stuck(pid: int) -> list[dict[str, object]]:
             "retransmits": sock.retransmits or 0,
             "unanswered_bytes": sock.send_queue_bytes or 0,
         }
-        for sock in tcp_sockets(pid)
+        for sock in TcpTables().sockets(pid)
         if sock.remote and (sock.state == "SYN_SENT" or (sock.retransmits or 0) > 1)
     ]
 

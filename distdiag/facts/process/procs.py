@@ -19,6 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from distdiag.facts.network.sockets import TcpTables
+
 _WANTED_PREFIXES = ("RANK=", "LOCAL_RANK=", "WORLD_SIZE=", "LOCAL_WORLD_SIZE=", "MASTER_ADDR=", "MASTER_PORT=")
 _WANTED_FAMILIES = (
     *("TORCHELASTIC_RUN_ID=", "SLURM_JOB_ID=", "SLURM_STEP_ID=", "SLURM_PROCID=", "SLURM_NTASKS=", "SLURM_LOCALID="),
@@ -225,15 +227,15 @@ def uses_gpu(pid: int, mapped: str | None = None) -> bool:
     return False
 
 
-def has_connection(pid: int, ports: set[int]) -> bool:
+def has_connection(pid: int, ports: set[int], tables: TcpTables) -> bool:
     """Return whether a process has a TCP socket with one of these ports at either end, or listens on one."""
     ends = tuple(f":{port}" for port in ports)
-    return any(sock.local.endswith(ends) or sock.remote.endswith(ends) for sock in sockets.tcp_sockets(pid))
+    return any(sock.local.endswith(ends) or sock.remote.endswith(ends) for sock in tables.sockets(pid))
 
 
-def connections(pid: int) -> tuple[str, ...]:
+def connections(pid: int, tables: TcpTables) -> tuple[str, ...]:
     """List the TCP connections of a process by both ends, in the same form at each end."""
-    found = (sock for sock in sockets.tcp_sockets(pid) if sock.state == "ESTABLISHED")
+    found = (sock for sock in tables.sockets(pid) if sock.state == "ESTABLISHED")
     return tuple(sorted(">".join(sorted((sock.local, sock.remote))) for sock in found))[:_MOST_CONNECTIONS]
 
 

@@ -59,7 +59,7 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
         assert_same_from_py_spy(tmp_path, pids)
 
         # A person reads the stuck one first, and the sentence last.
-        shown = distdiag("pyspy-all", "--job", job.name, *SOON).out.splitlines()
+        shown = distdiag("pyspy-all", "--from", str(kept)).out.splitlines()
         assert shown[0] == "distdiag pyspy-all: FAIL"
         assert (
             next(line for line in shown if line.startswith("rank")) == "rank 2: python, no progress, step 3  <- stuck"

@@ -57,24 +57,23 @@ def test_a_slurm_job_from_outside(tmp_path: Path) -> None:
     need_slurm()
     with Slurm(2) as slurm:
         job = slurm.allocate(2)
-        address = slurm.nodes[0].address
-        slurm.start_step(
-            job,
-            "sh",
-            "-c",
-            f"RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR={address} MASTER_PORT=29500 "
-            f"GLOO_SOCKET_IFNAME=eth0 JOB_FOLDER={tmp_path} OMP_NUM_THREADS=1 "
-            f"exec {sys.executable} {PROGRAMS / 'hangs_by_line.py'}",
-            options=("-n", "2"),
-        )
+        rank = f"RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS JOB_FOLDER={tmp_path}"
+        words = f"{rank} exec {sys.executable} {PROGRAMS / 'stands_still.py'}"
+        slurm.start_step(job, "sh", "-c", words, options=("-n", "2"))
         wait_ready(tmp_path, 2)
         wrap, env = tuple(slurm.client.command()), {**slurm.network.client_env(), **slurm.env()}
         result = distdiag("pyspy-all", "--json", "--slurm-job", str(job), *SOON, wrap=wrap, env=env)
-        assert (result.code, outliers(result)) == (1, [([1], "step")]), result.out + result.err
-        assert result.report["data"]["jobs"][0]["launcher"] in ("srun", "environment")
-        detail = result.findings["not-in-collective"]["detail"]
-        assert detail.startswith("Rank 0 has waited for "), detail
-        assert "in `all_reduce`" in detail
+    (seen,) = result.report["data"]["jobs"]
+    assert (seen["launcher"] in ("srun", "environment"), seen["ranks"]) == (True, 2), result.out + result.err
+    rows = result.report["data"]["processes"]
+    assert [(row["rank"], row["host"], row["threads"][0]["frames"][0]["function"]) for row in rows] == [
+        (0, "mn1", "load_batch"),
+        (1, "mn2", "load_batch"),
+    ]
+    assert (result.code, outliers(result)) == (3, [])
+    found = result.findings["unknown"]
+    assert "no rank waits for another: ranks 0-1: `load_batch`" in found["title"]
+    assert found["fix"]["commands"][0].endswith(f" hang --slurm-job {job}")
 
 
 pytestmark = pytest.mark.timeout(180)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import support_torch
 from jobs import Job, free_port, states, wait_for_state
 from json_schema import check
 from support import PROGRAM, need, need_mounts, need_root, wait_until
-from support_warm import distdiag
+from support_warm import WarmRunning, distdiag
 
 from distdiag.facts.process import procs
 
@@ -212,23 +212,37 @@ def test_a_process_that_proc_does_not_show_is_alive_and_not_gone() -> None:
             assert "alive" in result.report["summary"], result.report["summary"]
 
 
-def test_a_launcher_that_waits_for_another_node_has_started_no_rank(tmp_path: Path) -> None:
+@pytest.fixture
+def own_processes() -> Iterator[int]:
+    """A process in a PID namespace of its own, so that no job of another test is found there."""
     need("unshare")
     need_root()
     need_mounts()
-    torchrun = Path(PROGRAM).with_name("torchrun")
-    endpoint = f"127.0.0.1:{free_port()}"
-    # In processes of their own, so that no job of another test is found.
-    inside = (
-        f"{torchrun} --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id x none.py "
-        ">&2 & until grep -qs pt_elastic /proc/[0-9]*/comm; do sleep 0.1; done; "
-        f'{PROGRAM} pyspy-all --json >"$1/first" & first=$!; {PROGRAM} trace blocked --json >"$1/second"; wait $first'
-    )
-    own = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
-    subprocess.run([*own, "bash", "-c", inside, "bash", tmp_path], check=False, timeout=90)
-    for name in ("first", "second"):
-        report = json.loads((tmp_path / name).read_text())
-        assert (report["exit_code"], report["verdict"]) == (3, "unknown"), report
-        (found,) = report["findings"]
+    own = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child", "sh", "-c", "echo; exec sleep 600")
+    with subprocess.Popen(own, stdout=subprocess.PIPE) as above:
+        assert above.stdout is not None
+        assert above.stdout.readline()  # its /proc is mounted
+        yield int(Path(f"/proc/{above.pid}/task/{above.pid}/children").read_text())
+        above.kill()
+
+
+def test_a_launcher_that_waits_for_another_node_has_started_no_rank(own_processes: int) -> None:
+    torchrun, endpoint = str(Path(PROGRAM).with_name("torchrun")), f"127.0.0.1:{free_port()}"
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x")
+    argv = [torchrun, "--nnodes", "2", "--nproc-per-node", "1", *meeting, "none.py"]
+    launcher = support_torch.start(argv, {**os.environ, "OMP_NUM_THREADS": "1"}, node=own_processes)
+    assert launcher is not None
+    try:
+        name = Path(f"/proc/{launcher.pid}/comm")
+        wait_until(lambda: name.read_text() == "pt_elastic\n", 60, name.read_text)
+        inside = ("nsenter", "-t", str(own_processes), "-p", "-m", "--")
+        asked = [WarmRunning(*command, "--json", wrap=inside) for command in (("pyspy-all",), ("trace", "blocked"))]
+        results = [each.finish() for each in asked]
+    finally:
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait(20)
+    for result in results:
+        assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out
+        (found,) = result.report["findings"]
         assert found["title"].startswith("torchrun (pid "), found
         assert "waits in its rendezvous until all nodes have joined" in found["title"] + found["detail"]

@@ -23,6 +23,7 @@ from distdiag.agent import boot, rendezvous, wire
 from distdiag.cluster import bootstrap, bundle
 from distdiag.facts import machine, programs
 from distdiag.facts.network import listeners
+from distdiag.facts.network.sockets import TcpTables
 from distdiag.facts.process import procs
 from distdiag.facts.process.rank_identity import Identity, identify
 from distdiag.facts.stacks import py_spy
@@ -194,17 +195,26 @@ def test_who_listens_or_is_connected_at_a_port_has_a_connection_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
         port, free = server.getsockname()[1], other.getsockname()[1]
         other.close()
-        assert procs.has_connection(os.getpid(), {port, free})
-        assert not procs.has_connection(os.getpid(), {free})
+        tables = TcpTables()
+        assert procs.has_connection(os.getpid(), {port, free}, tables)
+        assert not procs.has_connection(os.getpid(), {free}, tables)
         child = programs.start(
             [sys.executable, "-c", f"import socket as s; c = s.create_connection(('127.0.0.1', {port})); input()"]
         )
         try:
             server.accept()[0].close()
-            assert procs.has_connection(child.pid, {port})
+            assert procs.has_connection(child.pid, {port}, TcpTables())
         finally:
             programs.end_group(child)
-    assert not procs.has_connection(child.pid, {port})
+    assert not procs.has_connection(child.pid, {port}, TcpTables())
+
+
+def test_the_sockets_of_a_network_namespace_are_read_once() -> None:
+    tables = TcpTables()
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        assert f"127.0.0.1:{first.getsockname()[1]}" in [each.local for each in tables.sockets(os.getpid())]
+        with socket.create_server(("127.0.0.1", 0)) as second:
+            assert f"127.0.0.1:{second.getsockname()[1]}" not in [each.local for each in tables.sockets(os.getpid())]
 
 
 OPENS_ACROSS_PAGES = """

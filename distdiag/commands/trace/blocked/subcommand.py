@@ -11,6 +11,7 @@ from distdiag.commands.trace.ranks import choose
 from distdiag.diagnosis.stuck.types import OF_PROCESSES
 from distdiag.jobs import pictures
 from distdiag.jobs.picture import Ask
+from distdiag.jobs.roles import of_job
 from distdiag.jobs.sample_stacks import Sampling
 from distdiag.jobs.types import NodePicture, NodeStacks
 from distdiag.runner import Subcommand
@@ -41,9 +42,12 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
 
 
 def _chosen(request: Request, hosts: Mapping[str, Processes]) -> Mapping[str, Processes]:
-    """Return all hosts if a selected process exists: it may wait for any process of its job."""
+    """Return the processes of the selected jobs if a selected process exists: it may wait for any of its job."""
     nodes = [NodeStacks(host, processes, ()) for host, processes in hosts.items()]
-    return hosts if choose(nodes, request.wanted) else {}
+    if not choose(nodes, request.wanted):
+        return {}
+    name = "" if request.wanted.pids else request.wanted.job
+    return {host: of_job(processes, name) for host, processes in hosts.items()}
 
 
 SUBCOMMAND = Subcommand(

@@ -25,6 +25,7 @@ from trace_facts import (
     thread,
 )
 
+from distdiag.commands.trace.blocked.subcommand import _chosen
 from distdiag.commands.trace.ranks import Wanted, choose, none_found
 from distdiag.errors import UsageError
 from distdiag.facts.network.socket_owners import Network, Owned, PeerProcess
@@ -401,3 +402,18 @@ def test_a_process_of_no_job_is_shown_with_its_wait() -> None:
     alone = process(900, torch=False, job={})
     report = judge({900: sleeps(900)}, others=[alone], request=replace(REQUEST, wanted=Wanted(pids=(900,))))
     assert [(found.id, found.level) for found in report.findings] == [("hang.process", "unknown")]
+
+
+def test_only_the_processes_of_the_selected_job_are_read_and_all_of_several() -> None:
+    jobs = {"A": (100, 101), "B": (200, 201)}
+    own = [process(pid, at, 2, job={"TORCHELASTIC_RUN_ID": name}) for name in jobs for at, pid in enumerate(jobs[name])]
+    hosts = {"n1": node(own, {}).processes}
+
+    def pids(wanted: Wanted) -> list[int]:
+        chosen = _chosen(replace(REQUEST, wanted=wanted), hosts)
+        return [one.pid for processes in chosen.values() for one in processes.processes]
+
+    assert pids(Wanted(job="B")) == pids(Wanted(job="B", ranks=(1,))) == [200, 201]
+    assert pids(Wanted()) == pids(Wanted(ranks=(1,))) == [100, 101, 200, 201]
+    assert pids(Wanted(pids=(100,))) == [100, 101, 200, 201]
+    assert pids(Wanted(job="B", ranks=(2,))) == []
