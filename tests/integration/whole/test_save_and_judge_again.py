@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ QUICK = ("--nproc", "2", "--device", "cpu", "--size", "1MiB", "--no-compute")
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
     lines = tmp_path_factory.mktemp("lines")
-    with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--")) as job:
+    with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--"), forked=True) as job:
         job.wait_still()
         yield job, lines
 
@@ -82,8 +83,12 @@ def test_of_nodes(tmp_path: Path) -> None:
     again(tmp_path / "ports", ("ports",), ("localhost:1",))
     again(tmp_path / "cuda-env", ("cuda-env",), ("--goal", "build"))
     again(tmp_path / "doctor", ("doctor",), ("--path", "/nonexistent"))
-    again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS / "torchrun-raise.log.gz"),))
-    again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS),))
+    logs = tmp_path / "some"
+    logs.mkdir()
+    for name in ("torchrun-raise.log.gz", "torchrun-oom.log.gz"):
+        shutil.copy(RECORDED_LOGS / name, logs)
+    again(tmp_path / "logs", ("logs",), (str(logs / "torchrun-raise.log.gz"),))
+    again(tmp_path / "logs", ("logs",), (str(logs),))
 
 
 def test_of_dumps(tmp_path: Path) -> None:
