@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fork_server import ForkServer, Program
+from support import PROGRAM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,5 +45,7 @@ def start(
 
 
 def _imports_torch(argv: Sequence[str]) -> bool:
+    if argv[0] == PROGRAM:  # it starts the script itself, by exec
+        return False
     scripts = [word for word in argv if word.endswith((".py", "/torchrun"))]
     return bool(scripts) and re.search(_IMPORTS, Path(scripts[0]).read_text(), re.MULTILINE) is not None

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import make_docs
 import make_samples
-import make_site
 import pytest
 from loops import each
 
@@ -160,8 +159,3 @@ def test_every_page_of_a_command_is_in_the_navigation_and_linked_from_the_readme
     assert not [page for page in sorted(pages) if f"(docs/{page})" not in readme]
     documented = {page.removeprefix("commands/").removesuffix(".md") for page in pages}
     assert {sub.name for sub in _SUBCOMMANDS} <= documented
-
-
-def test_the_site_is_built_without_a_dead_link(tmp_path: Path) -> None:
-    make_site.build(tmp_path / "site")
-    assert (tmp_path / "site" / "symptoms" / "index.html").is_file()

@@ -284,6 +284,11 @@ class Guard(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without torch._dynamo, which torch imports (1.5 s) to keep it out of here: a replay runs eagerly."""
+        return False
+
     def __init__(self, ranks: frozenset[int], *, writes: bool, ours: Iterable[object] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused = ""

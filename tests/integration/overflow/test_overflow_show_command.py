@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from json_schema import check
 from support import PROGRAM, unread, wait_until
 from support_warm import distdiag
 
@@ -119,7 +120,7 @@ def test_a_traced_batch_in_which_something_is_found_is_kept_once(tmp_path: Path)
 
 def test_growth_near_the_limit_is_found(folder: Path) -> None:
     result = distdiag("overflow", "show", "--json", str(folder / "near.jsonl"))
-    report = result.report
+    report = check(result.out, 0)
     assert (result.code, report["verdict"], report["command"]) == (0, "warn", "overflow show")
     (read,) = report["data"]["files"]
     assert (read["batches"], read["frames"], read["model"], read["truncated"]) == ([0, 2], 66, "Small", False)

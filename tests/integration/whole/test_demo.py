@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 150
-"""Four ranks import torch, which takes a busy machine a minute."""
+"""For imports of torch, which take a busy machine a minute."""
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -82,15 +82,26 @@ def test_the_printed_command_finds_the_slow_rank_and_nothing_is_left_after_ctrl_
     assert demo.exitstatus == 0
 
 
-def all_started(place: dict[str, str]) -> pexpect.spawn[str]:
-    """Start a demo, and wait for the processes of all ranks and of the lock."""
-    demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env={**os.environ, **place}, encoding="utf-8", timeout=PATIENCE_S)
-    wait_until(lambda: len(processes_below(Path(place["TMPDIR"]))) == 5, PATIENCE_S, lambda: "they do not start")
+_TORCH = """
+import sys, time
+from types import SimpleNamespace as Has
+Tensor, nn = object, Has(Module=object)
+distributed = sys.modules["torch.distributed"] = Has(init_process_group=lambda _: time.sleep(600))
+"""
+"""All that ranks use of torch until they wait for each other."""
+
+
+def all_started(place: dict[str, str], folder: Path) -> pexpect.spawn[str]:
+    """Start a demo, and wait for the processes of all ranks, of their launcher and of the lock."""
+    (folder / "torch.py").write_text(_TORCH)
+    env = {**os.environ, **place, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env=env, encoding="utf-8", timeout=PATIENCE_S)
+    wait_until(lambda: len(processes_below(Path(place["TMPDIR"]))) == 6, PATIENCE_S, lambda: "they do not start")
     return demo
 
 
-def test_nothing_lives_on_after_sigkill(place: dict[str, str]) -> None:
-    demo, folder = all_started(place), Path(place["TMPDIR"])
+def test_nothing_lives_on_after_sigkill(place: dict[str, str], tmp_path: Path) -> None:
+    demo, folder = all_started(place, tmp_path), Path(place["TMPDIR"])
     os.kill(demo.pid, signal.SIGKILL)
     demo.expect(pexpect.EOF)
     demo.close()
@@ -100,8 +111,8 @@ def test_nothing_lives_on_after_sigkill(place: dict[str, str]) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_nothing_is_left_when_the_terminal_is_closed(place: dict[str, str]) -> None:
-    demo = all_started(place)
+def test_nothing_is_left_when_the_terminal_is_closed(place: dict[str, str], tmp_path: Path) -> None:
+    demo = all_started(place, tmp_path)
     demo.ptyproc.fileobj.close()
     wait_until(lambda: not demo.isalive(), 10, lambda: "the demo lives on")
 

@@ -123,7 +123,7 @@ LIMITED = 'ulimit -Sn 9; "$@"'
 
 
 def test_the_fix_of_too_few_open_files_works() -> None:
-    argv = ["bash", "-c", LIMITED, "bash", sys.executable, "-m", "distdiag", "gpu-test", "--nproc", "2", "--no-compute"]
+    argv = ["bash", "-c", LIMITED, "bash", sys.executable, "-m", "distdiag", "gpu-test", "--nproc", "1", "--no-compute"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 3, done
     assert "Too many open files" in done.stderr

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import make_docs
-import pytest
 from json_schema import SCHEMA, check
 from loops import each
 from support_warm import distdiag
@@ -14,7 +13,7 @@ from support_warm import distdiag
 from distdiag.cli import _SUBCOMMANDS
 
 RECORDED = Path(__file__).parents[2] / "recorded"
-SAMPLES = Path(__file__).parents[2] / "samples"
+BUILD_LOG = RECORDED / "cuda_logs" / "apex_toolkit_mismatch.txt"
 COMMANDS = [
     name
     for sub in _SUBCOMMANDS
@@ -57,29 +56,15 @@ def test_saved_facts_that_are_not_there_are_an_error_document(words: str) -> Non
         "flight-recorder --how",
         "flight-recorder /nonexistent",
         "bundle -o /nonexistent/x.tar.gz",
+        f"cuda-env --explain {BUILD_LOG}",
+        f"overflow show {BUILD_LOG}",
     ],
 )
 def test_reports(words: str) -> None:
-    # Commands with --save: test_save_and_judge_again. On ranks: test_gpu_test_faults, test_isolate.
+    # Commands with --save: test_save_and_judge_again. On ranks: test_gpu_test_faults, test_isolate. With torch:
+    # test_overflow, test_overflow_show_command, test_floatcmp_command.
     result = distdiag(*words.split(), "--json")
     check(result.out, result.code)
-
-
-@pytest.mark.timeout(300)  # two imports of torch
-def test_reports_on_numbers(tmp_path: Path) -> None:
-    frames, log = str(tmp_path / "frames"), tmp_path / "build.log"
-    log.write_text("RuntimeError: CUDA out of memory\n/bin/sh: 1: nvcc: not found\n")
-    done = distdiag("overflow", "--json", "--save", frames, "--", str(SAMPLES / "overflows.py"), "1e6")
-    document = check(done.out, done.code)  # the job's own output is on stderr
-    assert document["findings"][0]["id"] == "overflow.detected"
-    for words in (
-        ["overflow", "show", "--json", frames],
-        ["overflow", "show", "--json", str(log)],
-        ["cuda-env", "--json", "--explain", str(log)],
-        ["floatcmp", "--json", str(log), str(log)],
-    ):
-        result = distdiag(*words)
-        check(result.out, result.code)
 
 
 def test_the_schema_refuses_what_is_not_a_report() -> None:

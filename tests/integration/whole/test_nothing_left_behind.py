@@ -14,6 +14,7 @@ from cluster import Network, need_network
 from cluster_reach import start_reaching
 from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, key_pair, serve_ssh
 from support import Running, need, wait_until
+from support_warm import enough_of_torch
 
 if TYPE_CHECKING:
     import subprocess
@@ -114,16 +115,17 @@ def test_a_node_that_is_cut_off_ends_its_agent_and_the_other_stays(net: Network)
     [(signal.SIGINT, "via", BOTH), (signal.SIGTERM, "ssh", "node1"), (signal.SIGKILL, "ssh", "node2")],
 )
 def test_ranks_end_with_distdiag_and_ctrl_c_prints_what_is_known(
-    net: Network, number: signal.Signals, way: str, hosts: str
+    net: Network, number: signal.Signals, way: str, hosts: str, tmp_path: Path
 ) -> None:
+    (torch,) = (f"{name}={value}" for name, value in enough_of_torch(tmp_path).items())
     nproc = "1" if hosts == BOTH else "2"
     run = Running(
-        "gpu-test", "--json", "--nproc", nproc, "--hosts", hosts, "--inject", "late:1@memory", "--size", "1MiB",
-        "--no-compute", *(["--via", net.via] if way == "via" else []),
+        "gpu-test", "--json", "--nproc", nproc, "--hosts", hosts, "--inject", "late:1@connect", "--env", torch,
+        *(["--via", net.via] if way == "via" else []),
         env=net.client_env(), wrap=tuple(net.client.command()),
     )  # fmt: skip
     try:
-        run.wait_for("reduce: all ranks")
+        run.wait_for("connect: all ranks")
         assert sum("distdiag-rank" in line for line in at_work(net)) == 2
         began = time.monotonic()
         run.process.send_signal(number)

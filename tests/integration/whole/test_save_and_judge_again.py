@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 from jobs import Job
 from json_schema import check
 from support import PROGRAM, Result, need, wait_until
-from support_warm import distdiag
+from support_warm import distdiag, enough_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,16 +23,18 @@ QUICK = ("--nproc", "2", "--device", "cpu", "--size", "1MiB", "--no-compute")
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
     lines = tmp_path_factory.mktemp("lines")
-    with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--")) as job:
+    with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--"), forked=True) as job:
         job.wait_still()
         yield job, lines
 
 
-def again(folder: Path, command: tuple[str, ...], typed: tuple[str, ...], *more: str) -> Result:
+def again(
+    folder: Path, command: tuple[str, ...], typed: tuple[str, ...], *more: str, env: dict[str, str] | None = None
+) -> Result:
     """Save a run, judge it in another directory, and insist that the two documents are one."""
     kept, elsewhere = folder / "kept", folder / "elsewhere"
     elsewhere.mkdir(parents=True, exist_ok=True)
-    first = distdiag(*command, *typed, "--save", str(kept), "--json")
+    first = distdiag(*command, *typed, "--save", str(kept), "--json", env=env)
     check(first.out, first.code)
     second = distdiag(*command, *more, "--from", str(kept), "--json", wrap=("env", "-C", str(elsewhere)))
     assert (second.code, second.out) == (first.code, first.out), second.err
@@ -65,16 +68,16 @@ def test_of_a_hung_job(name: str, hung: tuple[Job, Path], tmp_path: Path) -> Non
 
 
 ON_RANKS = {  # of allreduce-bench: test_allreduce_bench
-    "gpu-test": (("gpu-test",), (*QUICK, "--inject", "kill:1"), ()),
-    "isolate": (("gpu-test",), (*QUICK, "--isolate", "--inject", "block:0"), ("--isolate",)),
+    "gpu-test": ((*QUICK, "--inject", "kill:1@connect"), ()),
+    "isolate": ((*QUICK, "--isolate", "--inject", "block:0"), ("--isolate",)),
 }
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_of_ranks(name: str, tmp_path: Path) -> None:
-    command, typed, more = ON_RANKS[name]
-    typed = (*typed, *more) if "--isolate" not in typed else typed
-    found = again(tmp_path, command, typed, *more)
+    typed, more = ON_RANKS[name]
+    env = enough_of_torch(tmp_path) if name == "gpu-test" else None
+    found = again(tmp_path, ("gpu-test",), typed, *more, env=env)
     assert found.report["verdict"] == "fail", found.out
 
 
@@ -82,8 +85,12 @@ def test_of_nodes(tmp_path: Path) -> None:
     again(tmp_path / "ports", ("ports",), ("localhost:1",))
     again(tmp_path / "cuda-env", ("cuda-env",), ("--goal", "build"))
     again(tmp_path / "doctor", ("doctor",), ("--path", "/nonexistent"))
-    again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS / "torchrun-raise.log.gz"),))
-    again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS),))
+    logs = tmp_path / "some"
+    logs.mkdir()
+    for name in ("torchrun-raise.log.gz", "torchrun-oom.log.gz"):
+        shutil.copy(RECORDED_LOGS / name, logs)
+    again(tmp_path / "logs", ("logs",), (str(logs / "torchrun-raise.log.gz"),))
+    again(tmp_path / "logs", ("logs",), (str(logs),))
 
 
 def test_of_dumps(tmp_path: Path) -> None:

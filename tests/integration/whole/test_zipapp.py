@@ -69,8 +69,10 @@ def test_the_stuck_rank_of_a_hung_job_is_found(archive: Path, bare: Path, home: 
 def test_commands_that_need_no_torch_answer(archive: Path, bare: Path, home: Path, tmp_path: Path, words: str) -> None:
     log = tmp_path / "job.log"
     log.write_text("[rank0]: ValueError: no\n")
-    filled = [word.format(pid=os.getpid(), log=log) for word in words.split()]
-    done = run(bare, archive, home, *filled, "--json")
+    with subprocess.Popen([bare, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        filled = [word.format(pid=other.pid, log=log) for word in words.split()]
+        done = run(bare, archive, home, *filled, "--json")
+        other.communicate(b"\n")
     report = json.loads(done.stdout)
     assert "data" in report, report
     assert done.stderr.count("Traceback") == 0
