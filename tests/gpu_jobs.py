@@ -102,14 +102,14 @@ SITUATIONS: dict[str, Situation] = {
     "init-exited": hung(1, "exits", "init", waits_in="libnccl.so.2"),
     # The others ran ahead until their launch queues were full, and wait at different lines.
     "ahead-sleeps": hung(2, "sleeps", "run-ahead"),
-    "ahead-lock": hung(1, "waits-for-a-lock", "run-ahead"),
+    "ahead-pipe": hung(1, "reads-a-pipe", "run-ahead", size=3),
     "rank-0-logs-pipe": hung(3, "reads-a-pipe", "log-on-rank-0"),
     # All wait for their GPUs. Lines are no evidence: a minority may have run ahead, or be the rank that logs.
     "network": hung(None, "breaks-the-network"),
     "network-yield": hung(None, "breaks-the-network", env=YIELD),
     "network-of-8": hung(None, "breaks-the-network", size=8),
     "network-ahead": hung(None, "breaks-the-network", "run-ahead"),
-    "network-rank-0-logs": hung(None, "breaks-the-network", "log-on-rank-0"),
+    "network-rank-0-logs": hung(None, "breaks-the-network", "log-on-rank-0", size=3),
     "network-backward": hung(None, "breaks-the-network", "train-backward"),
     "network-barrier": hung(None, "breaks-the-network", "train-to-barriers"),
     "network-plain-words": hung(None, "breaks-the-network", "train-with-plain-words"),
@@ -122,7 +122,7 @@ SITUATIONS: dict[str, Situation] = {
     # One rank works, the others wait for it: a warning, not a failure.
     "child-works": busy(2, "runs-a-child-that-works"),
     "tokenizes": busy(2, "tokenizes"),
-    "evaluates": busy(0, "evaluates"),
+    "evaluates": busy(0, "evaluates", size=3),
     "saves": busy(0, "saves", "train-to-barriers"),
     "compiles": busy(1, "compiles-for-the-gpu"),
     "loads-modules": busy(1, "loads-modules"),
@@ -131,7 +131,7 @@ SITUATIONS: dict[str, Situation] = {
     # Healthy, but any single sample looks like a hang.
     "fast": healthy(),
     "fast-of-8": healthy(size=8, env=NET),
-    "steps-of-5-s": healthy(env={"STEP_US": "5e6"}),
+    "steps-of-5-s": healthy(size=2, env={"STEP_US": "5e6"}),
     "steps-of-20-s": healthy(env={"STEP_US": "20e6"}),
     "steps-of-5-s-odd-names": healthy("train-with-odd-names", env={"STEP_US": "5e6"}),
     "steps-of-5-s-plain-words": healthy("train-with-plain-words", env={"STEP_US": "5e6"}),
@@ -159,13 +159,13 @@ LIBRARIES = {
 """File names of each part of cuda.c for CUDA and ROCm; each library links to its predecessors."""
 
 
-def build(folder: Path) -> None:
-    """Build both families of libraries into folder/cuda and folder/rocm, and the program that plays the GPUs."""
+def build(folder: Path, *, rocm: bool = True) -> None:
+    """Build the families of libraries into folder/cuda and folder/rocm, and the program that plays the GPUs."""
     source = str(PROGRAMS / "cuda.c")
     include = f"-I{sys.base_prefix}/include/python{sys.version_info.major}.{sys.version_info.minor}"
     options = ["-O1", "-Wall", "-pthread", "-fno-optimize-sibling-calls", "-s", include]
     subprocess.run(["gcc", *options, "-DGPUS", source, "-o", str(folder / "gpus")], check=True)
-    for family, name in enumerate(("cuda", "rocm")):
+    for family, name in enumerate(("cuda", "rocm")[: 1 + rocm]):
         made: list[str] = []
         (folder / name).mkdir()
         for part, names in LIBRARIES.items():
@@ -280,7 +280,7 @@ class GpuJob:
         wait_until(ready, READY_S, lambda: f"not ready; {self.said()}")
         for process in self._processes[1:]:  # where sessions share the processors, a nice process in its own is not
             with contextlib.suppress(OSError):
-                Path(f"/proc/{process.pid}/autogroup").write_text("10")
+                Path(f"/proc/{process.pid}/autogroup").write_text("15")
 
     def wait_still(self) -> None:
         """Wait until no GPU has finished an operation for 2 s."""

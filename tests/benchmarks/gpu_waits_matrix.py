@@ -231,8 +231,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ThreadPoolExecutor(options.at_once) as pool,
     ):
         Path(folder).chmod(0o755)
-        build(Path(folder))
-        yield from pool.map(lambda name: apart(name, Path(folder)), options.only.split(","))
+        names = options.only.split(",")
+        build(Path(folder), rocm=any(SITUATIONS[name].rocm for name in names))
+        yield from pool.map(lambda name: apart(name, Path(folder)), names)
 
 
 def main() -> None:
