@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from jobs import wait_for_state
 from support import need, wait_until
+from support_warm import run_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,7 +137,8 @@ def _reader(forbidden: str, times: int, *pids: int) -> list[str]:
 
 def _read(pid: int, forbidden: str = "", times: int = 1) -> list[dict[str, Any]]:
     """Read one process; gives its threads as of the last of the readings."""
-    done = subprocess.run(_reader(forbidden, times, pid), stdout=subprocess.PIPE, text=True, check=True, timeout=110)
+    done = run_script(_reader(forbidden, times, pid), os.environ, 110)
+    assert done.returncode == 0, done.stderr
     threads: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])[0]["threads"]
     return threads
 
@@ -252,11 +254,11 @@ def _status(pid: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("forbidden", ["", NO_PERF, NOTHING], ids=["perf", "ptrace", "syscall"])
-def test_sixty_readings_leave_a_program_as_it_was(libraries: Path, forbidden: str) -> None:
+def test_twenty_readings_leave_a_program_as_it_was(libraries: Path, forbidden: str) -> None:
     with _unharmed(libraries) as process:
         pid = process.pid
         before = _status(pid)
-        read = _read(pid, forbidden, 60)
+        read = _read(pid, forbidden, 20)
         assert read[0]["state"] == "R"
         wait_until(lambda: _status(pid)["TracerPid"] == "0", 10, lambda: str(_status(pid)))
         after = _status(pid)
@@ -270,7 +272,7 @@ def test_sixty_readings_leave_a_program_as_it_was(libraries: Path, forbidden: st
 def test_signals_that_arrive_during_a_stop_are_all_delivered(libraries: Path) -> None:
     with (
         _unharmed(libraries) as process,
-        subprocess.Popen(_reader(NO_PERF, 30, process.pid), stdout=subprocess.PIPE, text=True) as reader,
+        subprocess.Popen(_reader(NO_PERF, 15, process.pid), stdout=subprocess.PIPE, text=True) as reader,
     ):
         sent = 0
         while reader.poll() is None and sent < 20_000:
@@ -288,7 +290,7 @@ def test_signals_that_arrive_during_a_stop_are_all_delivered(libraries: Path) ->
 def test_a_program_that_is_stopped_meanwhile_stays_stopped_until_it_is_continued(libraries: Path) -> None:
     with (
         _unharmed(libraries) as process,
-        subprocess.Popen(_reader(NO_PERF, 30, process.pid), stdout=subprocess.PIPE, text=True) as reader,
+        subprocess.Popen(_reader(NO_PERF, 15, process.pid), stdout=subprocess.PIPE, text=True) as reader,
     ):
         while reader.poll() is None:
             os.kill(process.pid, signal.SIGSTOP)
