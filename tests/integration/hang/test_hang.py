@@ -206,8 +206,10 @@ def test_a_slurm_node_that_does_not_answer_costs_its_own_row(tmp_path: Path) -> 
     with Slurm(3) as slurm:
         job = slurm.allocate(3)
         env = {"JOB_FOLDER": str(tmp_path), "HOW": "sleeps", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        words = [f"{name}={value}" for name, value in env.items()]
-        slurm.start_step(job, "env", *words, sys.executable, str(PROGRAMS / f"{PROGRAM}.py"), options=("--ntasks=3",))
+        for rank, node in enumerate(slurm.nodes):  # as srun starts them, but forked
+            step = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3"}
+            place = {**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
+            node.start(sys.executable, str(PROGRAMS / f"{PROGRAM}.py"), env={**env, **place})
         wait_hung(tmp_path)
         slurm.freeze_slurmd("mn2")
         wrap, began, kept = tuple(slurm.client.command()), time.monotonic(), ("--save", str(tmp_path / "kept"))
