@@ -23,6 +23,7 @@ from distdiag.facts import elf
 from distdiag.facts.stacks import stack_types, waiting_stacks
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Iterator
 
 _PROGRAM = str(Path(__file__).parents[3] / "programs" / "waits_deep.py")
@@ -53,12 +54,12 @@ def _running(how: str, python: str = sys.executable) -> Iterator[tuple[int, str]
         process.communicate()
 
 
-def _read(pid: int, seconds: float = 10) -> waiting_stacks.Main:
+def _read(pid: int, seconds: float = 10, wanted: re.Pattern[str] | None = stack_types.COUNTERS) -> waiting_stacks.Main:
     """Read a process as soon as it rests."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return waiting_stacks.main_thread(pid, stack_types.COUNTERS)
+            return waiting_stacks.main_thread(pid, wanted)
         except waiting_stacks.Unclear:
             if time.monotonic() > deadline:
                 raise
@@ -127,8 +128,7 @@ def test_it_is_what_py_spy_reads(python: str) -> None:
 
 def test_only_what_is_asked_for_is_read_of_the_locals() -> None:
     with _running("sleeps") as (pid, _):
-        _read(pid)
-        assert not any(one.whole_numbers for one in waiting_stacks.main_thread(pid).frames)
+        assert not any(one.whole_numbers for one in _read(pid, wanted=None).frames)
         names = {name for one in _read(pid).frames for name, _ in one.whole_numbers}
         assert names == {"step", "epoch", "batch", "it", "idx", "i", "micro", "batch_idx", "local_step"}
 
