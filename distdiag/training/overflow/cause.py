@@ -72,6 +72,11 @@ class Origins(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare the import of torch._dynamo, which takes as long as that of torch: a replay is eager anyway."""
+        return False
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
