@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _PROGRAMS = Path(__file__).parents[2] / "programs"
-_TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 _NAMES = ("OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0", "PYTHONDONTWRITEBYTECODE=1")
 _LATE_S = 240.0
 pytestmark = pytest.mark.timeout(600)
@@ -40,9 +39,9 @@ def test_srun_starts_it_on_each_node_and_one_rank_of_all_failed_first(slurm: Slu
     slurm.wait_for_idle(2)
     job = slurm.allocate(2)
     (tmp_path / "meet").mkdir()
-    place = ("--nnodes", "2", "--node-rank", "$SLURM_NODEID", "--master-addr", slurm.nodes[0].address)
-    torchrun = (_TORCHRUN, *place, "--master-port", "29511")
-    launch = " ".join(_job(tmp_path / "kept", torchrun, "ranks_without_torch.py", str(tmp_path / "meet")))
+    place = ("RANK=$SLURM_PROCID", "WORLD_SIZE=2", f"MASTER_ADDR={slurm.nodes[0].address}", "MASTER_PORT=29511")
+    words = _job(tmp_path / "kept", ("env", *place, sys.executable), "ranks_without_torch.py", str(tmp_path / "meet"))
+    launch = " ".join(words)
     options = ("-N", "2", "-n", "2", "--kill-on-bad-exit=0")
     step = slurm.start_step(job, "sh", "-c", f"exec {launch}", options=options)
     assert step.wait(_LATE_S) != 0
