@@ -14,7 +14,7 @@ import tarfile
 import time
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.records import InvalidData
+from distdiag.cluster.checked_json import InvalidData
 from distdiag.facts.packed_files import CannotUnpack, packing_of, stream
 
 if TYPE_CHECKING:

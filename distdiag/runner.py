@@ -21,7 +21,6 @@ from distdiag import pages
 from distdiag.agent.protocol import Collect
 from distdiag.cluster.pod_findings import with_pods
 from distdiag.cluster.pods import find_pods
-from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
     from distdiag.cluster.pods import Kube
+    from distdiag.cluster.start_fleet import Agent
     from distdiag.cluster.targets import Cluster, Targets
     from distdiag.report import Report
 
@@ -278,6 +278,8 @@ def gather(
         UsageError: the options contradict each other.
         DistdiagError: the node side failed on this machine; or as raised by `plan`.
     """
+    from distdiag.cluster.start_fleet import open_fleet  # with --from there is none
+
     targets = find_targets(cluster, os.environ)
     local = targets.launcher is None
     with open_fleet(cluster, targets, agent) as fleet:

@@ -18,9 +18,9 @@ import msgspec  # noqa: TID253 - this module is only imported when there are fac
 
 from distdiag import __version__
 from distdiag.bundle_file import is_bundle, saved_facts
+from distdiag.cluster.checked_json import InvalidData, read_json
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001 - msgspec reads the annotations
 from distdiag.cluster.pods import Pod  # noqa: TC001
-from distdiag.cluster.records import InvalidData, read_json
 from distdiag.errors import UsageError
 from distdiag.facts.text import printable
 from distdiag.files import named_files, write_whole

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distdiag import interrupts
 from distdiag.agent import protocol
 from distdiag.cluster import links, records
+from distdiag.cluster.checked_json import InvalidData, read_json
 from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.node import Node, NodeStage
-from distdiag.cluster.records import Down, InvalidData
+from distdiag.cluster.records import Down
 from distdiag.cluster.transports import Arrivals
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
@@ -199,7 +200,7 @@ class Fleet:
                     continue
                 if isinstance(record, records.More):
                     try:
-                        facts = records.read_json(record.facts, type_)
+                        facts = read_json(record.facts, type_)
                     except InvalidData as error:
                         self.distrust(node, f"it sent invalid facts: {error}")
                     else:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import protocol, wire
 from distdiag.cluster import records
+from distdiag.cluster.checked_json import InvalidData, read_json
 from distdiag.cluster.host_results import HostError, HostState
-from distdiag.cluster.records import InvalidData
 from distdiag.facts import machine
 from distdiag.facts.text import printable
 
@@ -110,7 +110,7 @@ class Node:
                 self.host = record.host
         elif isinstance(record, records.Facts) and self.stage is not NodeStage.UP:
             try:
-                self.reply = records.read_json(record.facts, self._facts_type)
+                self.reply = read_json(record.facts, self._facts_type)
             except InvalidData as error:
                 return self.protocol_error(f"it sent invalid facts: {error}")
             self._enter(NodeStage.UP)

@@ -1,9 +1,12 @@
-"""Five steps of ranks without torch, for tests of run: ranks_without_torch.py FOLDER [waits|environment|halves].
+"""Five steps of ranks without torch, for tests of run: ranks_without_torch.py FOLDER [WHAT].
 
-FOLDER holds their meeting points. An import of torch takes ten times as long as these steps.
+WHAT: waits, environment, halves, raises (rank 1 does, the others wait), kill (rank 1 kills itself; rank 0 fails when
+its connection closes). FOLDER holds their meeting points. An import of torch takes ten times as long as these steps.
 """
 
 import os
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +22,15 @@ def meet(name: str) -> None:
         time.sleep(0.01)
 
 
+def serve() -> None:
+    """Wait for data of rank 1."""
+    with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1)) as server:
+        meet("served")
+        connection = server.accept()[0]
+    if not connection.recv(1):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:6545.")  # as Gloo
+
+
 meet("start")
 if rank == 0:
     for step in range(5):
@@ -26,7 +38,15 @@ if rank == 0:
 if what == "environment":
     # One write, so that lines of ranks are not torn.
     os.write(1, f"sync {rank} {os.environ.get('CUDA_LAUNCH_BLOCKING')}\n".encode())
-if what == "waits":
+if what == "kill" and rank == 0:
+    serve()
+if what == "kill":
+    meet("served")
+    connection = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1))
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "raises" and rank == 1:
+    raise ValueError("label 1000 is out of range for 1000 classes")
+if what in ("waits", "raises"):
     while not (folder / "go").exists():
         time.sleep(0.05)
 if what == "halves":

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from distdiag.cluster.records import InvalidData, read_json
+from distdiag.cluster.checked_json import InvalidData, read_json
 from distdiag.facts.process.rank_identity import Identity
 from distdiag.facts.stacks.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
 from distdiag.facts.text import printable

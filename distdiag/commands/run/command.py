@@ -188,8 +188,8 @@ def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
     import shutil
 
     from distdiag.cluster.targets import Cluster
+    from distdiag.commands.run.diagnose import diagnose
     from distdiag.commands.run.types import COMMAND, Request
-    from distdiag.commands.run.view import run_view
     from distdiag.errors import DistdiagError
     from distdiag.files import write_whole
     from distdiag.output import Output, deliver, document, say
@@ -198,7 +198,7 @@ def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
 
     request = Request(program=program, cluster=Cluster(), argv=node.argv, folder=folder)
     gathered = Gathered(facts=[node])
-    report = subcommand().diagnose(request, gathered)
+    report = diagnose(request, gathered)
     is_fine = report.verdict is Verdict.OK
     if is_fine and not keep:
         shutil.rmtree(folder, ignore_errors=True)
@@ -209,6 +209,8 @@ def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
     except DistdiagError as error:
         say(f"distdiag run: {error}")
     if not is_fine:
+        from distdiag.commands.run.view import run_view
+
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):  # stdout is the job's
             deliver(COMMAND, lambda: report, lambda made: run_view(made.data, program), Output())
 

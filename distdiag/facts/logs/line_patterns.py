@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,8 +28,13 @@ class Pattern:
     """A known line: every matching text contains one of `words`."""
 
     id: str
-    form: re.Pattern[str]
+    regex: str
     words: tuple[str, ...]
+
+    @cached_property
+    def form(self) -> re.Pattern[str]:
+        """Compile it for the first text with one of its words: hundreds of them take longer than a short log."""
+        return re.compile(self.regex)
 
     def may_fit(self, text: str) -> bool:
         """Return whether a text contains one of the words."""
@@ -42,7 +48,7 @@ class Patterns:
     """
 
     def __init__(self, rows: Iterable[tuple[str, str, Sequence[str]]]) -> None:
-        self._all = [Pattern(id_, re.compile(form), tuple(words)) for id_, form, words in rows]
+        self._all = [Pattern(id_, regex, tuple(words)) for id_, regex, words in rows]
         self._shapes = [(one, [_NUMBER.sub("#", word) for word in one.words]) for one in self._all]
         self._by_shape: dict[str, list[Pattern]] = {}
 

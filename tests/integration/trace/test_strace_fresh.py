@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parents[2] / "programs" / "strace_waits.py"
 
 @pytest.mark.parametrize(
     "options",
-    [[*OPTIONS], ["-f", "-ff", "-ttt", "-T", "-yy"], ["-f", "-yy", "-ttt", "-T", "-s", "200"]],
+    [[*OPTIONS], ["-f", "-ff", "-ttt", "-T", "-yy"]],
     ids=" ".join,
 )
 def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ def lines_of(ring: line_trace_file.RingFile) -> list[line_trace_file.Record]:
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
 def test_the_last_line_is_there_however_it_ended(
-    tmp_path: Path, python: str, how: tuple[str, ...], status: int
+    tmp_path: Path, tracer: str, how: tuple[str, ...], status: int
 ) -> None:
-    done = run(tmp_path, python, LINES, *how)
+    done = run(tmp_path, tracer, LINES, *how)
     assert done.code == status, done.err
     (ring,) = kept(tmp_path)
     last = ring.threads[0].records[-1]
@@ -238,16 +238,22 @@ def test_the_ring_goes_round_and_keeps_exactly_the_last_lines_in_order(tmp_path:
     assert len(set(inside)) == 2
 
 
-def test_a_call_that_returned_into_the_line_that_hangs(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, LINES, "hangs_after_a_call")
+def test_a_call_that_returned_into_the_line_that_hangs(tmp_path: Path, tracer: str) -> None:
+    run(tmp_path, tracer, LINES, "hangs_after_a_call")
     (ring,) = kept(tmp_path)
     last = ring.threads[0].records[-1]
     assert (last.line, last.back) == (marked("CALLER"), True)
 
 
-@pytest.mark.parametrize("how", ["is_interrupted", "recurses"])
-def test_an_exception_that_comes_out_of_the_tracer_does_no_harm(tmp_path: Path, python: str, how: str) -> None:
-    # A signal handler's may be raised anywhere, and the last frame that there is room for may be the tracer's.
+def test_a_signal_handler_may_raise_in_the_tracer(tmp_path: Path, python: str) -> None:
+    _survives(tmp_path, python, "is_interrupted")
+
+
+def test_the_tracer_may_have_the_last_frame_there_is_room_for(tmp_path: Path, tracer: str) -> None:
+    _survives(tmp_path, tracer, "recurses")
+
+
+def _survives(tmp_path: Path, python: str, how: str) -> None:
     # With so many lines, work per ring takes long.
     done = run(tmp_path, python, LINES, how, options=("--lines", "20000", "--max-threads", "2"))
     assert (done.code, done.err.count("Traceback")) == (-signal.SIGKILL, 0), done.err

@@ -9,7 +9,7 @@ from loops import each
 
 from distdiag.agent import protocol
 from distdiag.agent.protocol import Message
-from distdiag.cluster import records
+from distdiag.cluster import checked_json, records
 
 if TYPE_CHECKING:
     import msgspec
@@ -51,7 +51,7 @@ def test_a_plain_reply_arrives_as_it_was_sent_or_is_refused() -> None:
     assert isinstance(found, protocol.ReachName)
     assert vars(found) == {"name": "n1", "addresses": ("10.0.0.1",), "error": ""}
     for invalid in (b'{"kind":"started","rank":1}', b'{"kind":"started","rank":-1,"pid":1}', b'{"kind":"logs"}'):
-        with pytest.raises(records.InvalidData):
+        with pytest.raises(checked_json.InvalidData):
             records.read_record(invalid)
 
 
@@ -69,9 +69,9 @@ def test_a_plain_reply_arrives_as_it_was_sent_or_is_refused() -> None:
 def test_only_impossible_numbers_are_refused(name: str, value: float) -> None:
     if name in ("takes_s", "pid"):
         with pytest.raises(ValueError, match=f"{name} is out of range"):
-            records.check({name: [value]})
+            checked_json.check({name: [value]})
     else:
-        records.check({name: [value]})
+        checked_json.check({name: [value]})
 
 
 def test_an_order_of_a_newer_parent_is_none() -> None:

@@ -13,7 +13,7 @@ from loops import each
 from support import need_mounts
 from support_warm import gpu_test
 
-from distdiag.cluster.records import read_json
+from distdiag.cluster.checked_json import read_json
 from distdiag.commands.allreduce_bench.types import Request as BenchRequest
 from distdiag.commands.gpu_test.types import Request
 from distdiag.facts.host import pcie
