@@ -43,6 +43,12 @@ def start(
     return _server().fork(argv, env, (output, errors), node)
 
 
+def without_garbage_collection(folder: Path) -> dict[str, str]:
+    """Return variables for programs that cannot be forked: to look for garbage takes a third of an import of torch."""
+    (folder / "sitecustomize.py").write_text("import gc; gc.disable()\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
 def _imports_torch(argv: Sequence[str]) -> bool:
     scripts = [word for word in argv if word.endswith((".py", "/torchrun"))]
     return bool(scripts) and re.search(_IMPORTS, Path(scripts[0]).read_text(), re.MULTILINE) is not None

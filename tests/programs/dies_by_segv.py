@@ -1,6 +1,7 @@
-"""Reads from an address that is not mapped, in read_sample, which load_batch called for train."""
+"""Reads from an address that is not mapped, in read_sample, which load_batch called for train; an argument N: with N MB of samples."""
 
 import ctypes
+import sys
 
 
 def read_sample() -> bytes:
@@ -15,5 +16,6 @@ def train() -> None:
     load_batch()
 
 
+samples = b"x" * (int(sys.argv[-1]) << 20) if sys.argv[-1].isdigit() else b""
 print("ready", flush=True)
 train()
