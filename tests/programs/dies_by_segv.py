@@ -1,4 +1,7 @@
-"""Reads from an address that is not mapped, in read_sample, which load_batch called for train; an argument N: with N MB of samples."""
+"""Reads from an address that is not mapped, in read_sample, which load_batch called for train.
+
+An argument that is a number: it holds that many MB of samples.
+"""
 
 import ctypes
 import sys
