@@ -176,7 +176,7 @@ def run() -> None:
 
 
 def end() -> None:
-    """End; to take all of torch down takes a second: only where the job `exits`, not where it has to run its "atexit"."""
+    """End as the job `exits`: to take all of torch down takes a second, and "atexit" only what Python runs before."""
     if JOB["exits"] == "atexit":
         atexit._run_exitfuncs()
     elif JOB["exits"]:
