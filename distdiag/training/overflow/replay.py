@@ -275,14 +275,22 @@ class Refused(Exception):
     """The forward attempted an operation that must not be repeated."""
 
 
-class Guard(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """A mode of a replay, where compiled parts run eagerly: torch need not import its compiler (1 s) to keep it out."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not hasattr(torch.compiler, "set_stance")  # see _eagerly
+
+
+class Guard(Mode):
     """Refuses operations of a replay with side effects on the job; `refused` is the reason, or "".
 
     Writes are allowed only into memory allocated while the mode is active and into `ours`, or anywhere with `writes`.
     Collectives are allowed only among `ranks`, which all replay.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, ranks: frozenset[int], *, writes: bool, ours: Iterable[object] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -249,7 +249,8 @@ with torch.no_grad():
     second[1].weight.fill_(float("nan"))
 for _ in range(2):
     second(torch.ones(1, 2))
-print("went on")
+import sys
+print("went on", "torch._dynamo" in sys.modules)
 gc.freeze()
 """
 
@@ -258,7 +259,7 @@ def test_a_job_may_go_on_models_are_found_at_any_time_and_where_nobody_looked_no
     result = distdiag("overflow", "--json", "--go-on", "--grads", "step", "--", "-c", ALL_SORTS)
     assert result.code == 1
     assert result.err.count("frames of batch 0, up to the detection") == 1
-    assert "went on\n" in result.err
+    assert "went on False\n" in result.err, "a replay has no need of torch's compiler"
     assert "`weight` of `1` (Linear). It was there before" in result.findings["detected"]["title"]
     models = [one["model"] for one in result.report["data"]["processes"][0]["models"]]
     assert models == ["Model", "Yields", "Linear", "Sequential"]
