@@ -1,6 +1,10 @@
-"""Reads from an address that is not mapped, in read_sample, which load_batch called for train."""
+"""Reads from an address that is not mapped, in read_sample, which load_batch called for train.
+
+An argument that is a number: it holds that many MB of samples.
+"""
 
 import ctypes
+import sys
 
 
 def read_sample() -> bytes:
@@ -15,5 +19,6 @@ def train() -> None:
     load_batch()
 
 
+samples = b"x" * (int(sys.argv[-1]) << 20) if sys.argv[-1].isdigit() else b""
 print("ready", flush=True)
 train()

@@ -2,7 +2,8 @@
 
 WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile, hsdp (4 ranks), tp,
 pipeline; with "none:" before it, it has no detector of its own; with "goes-on:" the detector only reports; with
-"by-hand:" there is no optimizer, whose import of torch._dynamo takes as long as that of torch. WHERE:
+"by-hand:" there is no optimizer, whose import of torch._dynamo takes as long as that of torch; with "light:" a stand-in
+spares that import. WHERE:
 forward (rank 1, batch 1), forward-N (rank N), forward-all, backward (rank 0, batch 2), weights, weights-N (of rank N),
 never; or all is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own),
 odd (the detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches); or without steps, where
@@ -15,6 +16,7 @@ that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/status
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import json
@@ -23,6 +25,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 # Imports make no garbage; to look for it, then and at the end, takes half of all their time.
@@ -208,6 +211,21 @@ class ByHand:
                 one.sub_(0.1 * one.grad)
 
 
+def without_dynamo(how: str) -> str:
+    """Put a stand-in in place of torch._dynamo, which DDP and optimizers import also where nothing is compiled."""
+    if not how.startswith("light:"):
+        return how
+    names: dict[str, Any] = {
+        "disable": lambda function, *_, **__: function,
+        "graph_break": lambda: None,
+        "set_stance": lambda *_, **__: contextlib.nullcontext(),
+        "trace_rules": SimpleNamespace(clear_lru_cache=lambda: None),
+        "utils": SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"),
+    }
+    sys.modules["torch._dynamo"] = torch._dynamo = SimpleNamespace(**names)  # type: ignore[assignment]
+    return how.removeprefix("light:")
+
+
 def train(how: str, where: str) -> object:
     """Train, and return what must live until the process ends.
 
@@ -225,6 +243,7 @@ def train(how: str, where: str) -> object:
         rank = int(os.environ["RANK"])
         store = os.environ.get("STORE")  # else the launcher has set MASTER_PORT
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    how = without_dynamo(how)
     torch.manual_seed(0)
     if how == "pipeline":
         pipeline(where, rank, watch)

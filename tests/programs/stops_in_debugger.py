@@ -7,6 +7,7 @@ then serves), the `terminal` that they run on, `as_terminal`: False if it only i
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -175,8 +176,10 @@ def run() -> None:
 
 
 def end() -> None:
-    """End; to take all of torch down takes a second, so only where what happens at exit is looked at."""
-    if JOB["exits"]:
+    """End as the job `exits`: to take all of torch down takes a second, and "atexit" only what Python runs before."""
+    if JOB["exits"] == "atexit":
+        atexit._run_exitfuncs()
+    elif JOB["exits"]:
         sys.exit()
     sys.stdout.flush()
     os._exit(0)

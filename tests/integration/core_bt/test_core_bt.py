@@ -31,7 +31,7 @@ def segv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the cores of a job of torch; rank 2 died by SIGSEGV in a hook of autograd."""
     return make_core("ranks_of_which_one_crashes", tmp_path_factory.mktemp("ranks")).parent.parent
 
@@ -108,8 +108,8 @@ def test_faulthandler_does_not_hide_the_crash(tmp_path: Path) -> None:
     assert python_frames(core)
 
 
-def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(four_ranks: Path) -> None:
-    result = core_bt(str(four_ranks))
+def test_of_three_ranks_the_one_that_crashed_is_told_from_those_that_followed(three_ranks: Path) -> None:
+    result = core_bt(str(three_ranks))
     cores = result.report["data"]["cores"]
     assert len(cores) >= 2, result.out
     assert cores[0]["signal_name"] == "SIGSEGV"
@@ -127,8 +127,8 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000, file=sys.st
 """Run from a small process: the kernel counts as a program's memory what it had before exec, its parent's."""
 
 
-def test_a_torch_program(four_ranks: Path) -> None:
-    path = str(cores_in(four_ranks / "rank-2")[0])
+def test_a_torch_program(three_ranks: Path) -> None:
+    path = str(cores_in(three_ranks / "rank-2")[0])
     measure = [sys.executable, "-S", "-c", LARGEST_CHILD, PROGRAM, "core-bt", "--json", path]
     done = subprocess.run(measure, capture_output=True, text=True, check=True)
     assert float(done.stderr.split()[-1]) < 100
@@ -206,10 +206,11 @@ def test_packed_cores_are_read(segv: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [packed]
 
 
-def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(four_ranks: Path, tmp_path: Path) -> None:
+def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(tmp_path: Path) -> None:
+    """Larger than what is unpacked before its headers are asked how large it is."""
     need("zstd")
     packed = tmp_path / "core.zst"
-    subprocess.run(["zstd", "-q1", cores_in(four_ranks / "rank-2")[0], "-o", packed], check=True)
+    subprocess.run(["zstd", "-q1", make_core("dies_by_segv", tmp_path, "24"), "-o", packed], check=True)
     core = only(core_bt(str(packed)))
     assert (core["truncated"], core["size_bytes"]) == (False, core["whole_bytes"])
     assert python_frames(core)

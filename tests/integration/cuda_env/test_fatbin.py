@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +20,6 @@ from distdiag.facts.cuda.fatbin import Archs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
 _KERNEL = 'extern "C" __global__ void {0}(float *x) {{ x[threadIdx.x] *= 2; }}'
 _LAUNCHING = """
@@ -227,7 +226,7 @@ def test_zeros_between_fat_binaries_are_skipped(copy: Copy) -> None:
 
 @pytest.mark.parametrize("piece", [struct.pack("<IHHQ", 0xBA55ED50, 1, _BLOB, 0), bytes(1)], ids=["empty", "zeros"])
 def test_a_section_without_an_end_is_given_up(copy: Copy, piece: bytes) -> None:
-    copy.extended(lambda: [piece * (4 << 20)], 1 << 40)
+    copy.extended(lambda: [piece * (1 << 20)], 1 << 40)
     began = time.process_time()
     assert read(copy.path) == Archs((), (), complete=False)
     assert time.process_time() - began < 10
@@ -244,21 +243,20 @@ def test_no_number_in_a_fat_binary_makes_us_fail_or_wait(copy: Copy) -> None:
     assert time.process_time() - began < 20
 
 
-def test_a_library_of_more_than_a_gigabyte_is_read_in_a_moment(library: Path, tmp_path: Path) -> None:
-    # GIVEN real fat binaries, one after the other, as of a thousand objects for several GPUs each
-    copy = Copy(library, tmp_path / "huge.so")
-    blobs = bytes(copy.data[copy.section.offset : copy.section.offset + copy.section.size])
-    count = (1 << 30) // len(blobs) + 1
-    try:
-        copy.extended(lambda: (blobs for _ in range(count)), count * len(blobs))
-        assert copy.path.stat().st_size > 1 << 30
-        # WHEN its architectures are read
-        took: list[float] = []
-        while min(took, default=1.0) >= 0.5 and len(took) < 5:
-            began = time.process_time()
-            assert read(copy.path) == read(library)
-            took.append(time.process_time() - began)
-    finally:
-        os.unlink(copy.path)
-    # THEN only its headers were read (some 25,000, in 0.1 s), not its code
-    assert min(took) < 0.5, took
+def test_of_a_large_library_little_is_read(library: Path, tmp_path: Path) -> None:
+    # GIVEN real fat binaries, one after the other, as of hundreds of objects for several GPUs each
+    copy = Copy(library, tmp_path / "large.so")
+    blob = bytes(copy.data[copy.section.offset : copy.section.offset + copy.section.size])
+    count = (1 << 27) // len(blob)
+    copy.extended(lambda: (blob for _ in range(count)), count * len(blob))
+    # WHEN its architectures are read
+    before, began = bytes_read(), time.process_time()
+    assert read(copy.path) == read(library)
+    # THEN only the pages of its headers were read, a quarter: some 3,000, in 0.02 s
+    assert bytes_read() - before < 1 << 26
+    assert time.process_time() - began < 1
+
+
+def bytes_read() -> int:
+    """What this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])

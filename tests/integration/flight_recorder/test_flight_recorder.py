@@ -165,10 +165,10 @@ def test_the_rank_comes_from_the_name_where_the_content_does_not_tell(name: str,
     assert blamed(judge(read(tmp_path))) == ("never-called", "fail", {2})
 
 
-def test_one_of_40_ranks_is_found(sets: Path) -> None:
+def test_one_of_16_ranks_is_found(sets: Path) -> None:
     node = read(sets / "large")
     for number in range(5):
-        assert blamed(judge(shuffled(node, random.Random(number)))) == ("never-called", "fail", {37})
+        assert blamed(judge(shuffled(node, random.Random(number)))) == ("never-called", "fail", {13})
 
 
 class Evil:
@@ -187,8 +187,8 @@ def hostile(folder: Path) -> Iterator[tuple[str, bytes, str]]:
     yield "cut_code_rank_1", pickle.dumps({"entries": [1, 2, 3], "more": touch}, 2)[:-9], "would run code: posix.system"
     yield "extension_rank_1", b"\x80\x02\x82\x01.", "not a readable pickle"
     yield "persistent_rank_1", b"\x80\x02X\x01\x00\x00\x00aQ.", "refers to objects outside"
-    yield "deep_rank_1", b"\x80\x02" + b"]" * 500_000 + b"a" * 499_999 + b".", ""
-    yield "hashed_rank_1", b"\x80\x02}" + b")" + b"\x85" * 3_000_000 + b"Ns.", ""
+    yield "deep_rank_1", b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", ""
+    yield "hashed_rank_1", b"\x80\x02}" + b")" + b"\x85" * 500_000 + b"Ns.", ""
     yield "itself_rank_1", b"\x80\x02}q\x00X\x07\x00\x00\x00entriesh\x00s.", "entries is not a list"
     yield "claims_text_rank_1", b"\x80\x04\x8d" + (2**31).to_bytes(8, "little") + b"a.", ""
     yield "claims_bytes_rank_1", b"\x80\x05\x96" + (2**33).to_bytes(8, "little") + b"a.", ""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-WRITERS, MESSAGES, LENGTH = 4, 300, 60_000
+WRITERS, MESSAGES, LENGTH = 4, 100, 60_000
 WRITES = f"""
 import sys
 from distdiag import printflock

@@ -236,7 +236,7 @@ def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], st
 def test_the_final_state_is_read_though_its_rank_takes_the_store_with_it(
     ranks: Callable[..., Ranks], command: str
 ) -> None:
-    job = ranks("leaves", store=f"127.0.0.1:{free_port()}", size=3, exits=True)
+    job = ranks("leaves", store=f"127.0.0.1:{free_port()}", size=3, exits="atexit")
     job.command(command)
     job.end()
     last = {rank: job.own(rank)[-1] for rank in (1, 2)}
@@ -265,7 +265,7 @@ def test_who_waits_in_the_store_for_something_else_is_not_told_that_it_is_dead(r
 
 
 def test_nobody_waits_for_those_who_were_released_and_ended(ranks: Callable[..., Ranks]) -> None:
-    job = ranks("ends_released", store=f"127.0.0.1:{free_port()}", exits=True)
+    job = ranks("ends_released", store=f"127.0.0.1:{free_port()}", exits="atexit")
     job.command("release")
     job.at_prompt()
     wait_until(lambda: procs.read(job.pid(1)) is None, SOON_S, lambda: job.said)
