@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
 PROGRAM = str(Path(sys.executable).with_name("distdiag"))
 _MARK = "DISTDIAG_TEST_RUN"
@@ -93,8 +93,14 @@ class Result:
 class Running:
     """A distdiag under way; its stderr is read line by line as it comes."""
 
+    before: Set[str] = frozenset()
+    """Processes that were there before it: not looked at, as hundreds of them cost more than some runs do."""
+    is_gone = False
+    """Whether nothing of it lives on."""
+
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> None:
         self.mark = uuid.uuid4().hex
+        self.before = set(os.listdir("/proc"))
         self.process = subprocess.Popen(
             [*wrap, PROGRAM, *arguments],
             env={**os.environ, "COLUMNS": "80", **(env or {}), _MARK: self.mark},
@@ -140,6 +146,7 @@ class Running:
             with self._news:
                 self._news.wait_for(lambda: self._over, 10)
             wait_until(lambda: not self.left_behind(), 15, lambda: f"left behind: {self.left_behind()}")
+            self.is_gone = True
         finally:
             self.close()
         return Result(code, out, "".join(line for _, line in self.stderr_lines), self.stderr_lines, ended)
@@ -147,12 +154,12 @@ class Running:
     def left_behind(self) -> list[str]:
         """List processes, other than distdiag itself, that carry this run's mark."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or name in self.before or int(name) == self.process.pid:
                 continue
             try:
-                if f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(f"{entry.name}: {(entry / 'cmdline').read_bytes()[-60:]!r}")
+                if f"{_MARK}={self.mark}".encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.append(f"{name}: {Path(f'/proc/{name}/cmdline').read_bytes()[-60:]!r}")
             except OSError:
                 continue
         return found
@@ -169,7 +176,8 @@ class Running:
 
     def kill_all(self) -> None:
         """End all remaining processes."""
-        for pid in [self.process.pid, *(int(line.partition(":")[0]) for line in self.left_behind())]:
+        left = [] if self.is_gone else self.left_behind()
+        for pid in [self.process.pid, *(int(line.partition(":")[0]) for line in left)]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

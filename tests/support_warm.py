@@ -61,6 +61,7 @@ class WarmRunning(Running):
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> None:
         self.mark = uuid.uuid4().hex
+        self.before = set(os.listdir("/proc"))
         environment = {**os.environ, "COLUMNS": "80", **(env or {}), support._MARK: self.mark}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         process = _server().fork([*wrap, PROGRAM, *arguments], environment, (out_end, err_end))

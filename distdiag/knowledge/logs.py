@@ -136,7 +136,8 @@ def _quote(text: str, at: int) -> str:
 
 def shortened(line: str, at: int = 0, longest: int = _QUOTE) -> str:
     """Shorten a line to `longest` printable characters: its start and the part at an offset, cuts marked "..."."""
-    whole = "".join(char if char.isprintable() else " " for char in line).rstrip()
+    whole = line if line.isprintable() else "".join(char if char.isprintable() else " " for char in line)
+    whole = whole.rstrip()
     at, whole = at - (len(whole) - len(whole.lstrip())), whole.lstrip()
     if len(whole) <= longest:
         return whole

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from logs_cases import cases
+from logs_cases import RECORDED, cases
 from loops import each
 
 from distdiag import errors
@@ -90,8 +90,8 @@ def test_each_declaration_has_levels_and_a_meaning() -> None:
 
 
 def test_ids_of_recorded_logs_are_declared(tmp_path: Path) -> None:
-    paths = sorted(path for path in (ROOT / "tests/recorded/logs").rglob("*") if path.is_file())
-    for number, case in enumerate(cases()):
+    paths = sorted(path for path in RECORDED.rglob("*") if path.is_file())
+    for number, case in enumerate(case for case in cases() if not (RECORDED / f"{case.name}.log.gz").exists()):
         paths.append(tmp_path / f"{number}.log")
         paths[-1].write_bytes(case.text)
     found = {(str(one.id), str(one.level)) for path in paths for one in _findings(path)}

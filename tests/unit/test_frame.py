@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -149,16 +150,32 @@ def test_starting_up_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_library_surface_is_lazy_and_complete() -> None:
-    script = (
-        "import sys, distdiag\n"
-        "assert 'distdiag.report' not in sys.modules\n"
-        "assert all(getattr(distdiag, name).__name__ == name for name in distdiag.__all__)\n"
-        "try: distdiag.nothing\n"
-        "except AttributeError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "module 'distdiag' has no attribute 'nothing'"
+def test_the_library_surface_is_lazy_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has torch."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distdiag"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = set(sys.modules)
+    fresh = importlib.import_module("distdiag")
+    assert "distdiag.report" not in sys.modules
+    try:
+        assert all(getattr(fresh, name).__name__ == name for name in fresh.__all__)
+        with pytest.raises(AttributeError, match="module 'distdiag' has no attribute 'nothing'"):
+            fresh.nothing  # noqa: B018 - it is asked for
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "distdiag" and name not in before]:
+            del sys.modules[name]
+
+
+def in_this_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run a command that ends before it does anything; return its status, its stdout and its stderr."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["distdiag", *arguments])
+        patch.setenv("COLUMNS", "80")
+        patch.setattr(sys.modules["__main__"], "__package__", None, raising=False)  # names the program
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert isinstance(end.value.code, int)
+    return end.value.code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("gpu-test", "--help"), ("gpu-test", "-h"), ("trace",)])
@@ -248,10 +265,17 @@ def test_the_skill_is_printed_and_installed(tmp_path: Path) -> None:
         (("overflow", "shwo", "frames"), "overflow show"),
     ],
 )
-def test_a_mistyped_command_or_option_suggests_the_nearest(typed: tuple[str, ...], meant: str) -> None:
-    result = distdiag(*typed)
-    assert result.code == 2
-    assert re.search(rf"(Did you mean|Possible options:?|did you mean).*{meant}\b", result.err)
+def test_a_mistyped_command_or_option_suggests_the_nearest(
+    typed: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = in_this_process(capsys, *typed)
+    assert code == 2
+    assert re.search(rf"(Did you mean|Possible options:?|did you mean).*{meant}\b", err)
+
+
+def test_the_program_itself_suggests_it_and_ends_with_2() -> None:
+    result = distdiag("pyspy_all")
+    assert (result.code, "pyspy-all" in result.err) == (2, True)
 
 
 def loadable(subs: tuple[lazy_typer.Sub, ...]) -> Iterator[lazy_typer.Sub]:
@@ -298,12 +322,14 @@ def leaves(subs: tuple[lazy_typer.Sub, ...], *above: str) -> Iterator[tuple[str,
 
 
 @each("path", list(leaves(cli._SUBCOMMANDS)))
-def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(path: tuple[str, ...]) -> None:
-    result = distdiag(*path, "--help")
-    assert result.code == 0
-    assert result.out.startswith(f"Usage: distdiag {' '.join(path)} ")
-    assert max(map(len, result.out.splitlines())) <= 80
-    assert f"\n    distdiag {' '.join(path)}" in result.out.partition("\n  Examples:")[2], "an example of it"
+def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = in_this_process(capsys, *path, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: distdiag {' '.join(path)} ")
+    assert max(map(len, out.splitlines())) <= 80
+    assert f"\n    distdiag {' '.join(path)}" in out.partition("\n  Examples:")[2], "an example of it"
     sub = next(sub for sub in cli._SUBCOMMANDS if sub.name == path[0])
     if len(path) == 2:
         sub = next(below for below in sub.below if below.name == path[1])

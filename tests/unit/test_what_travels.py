@@ -24,6 +24,8 @@ from distdiag.cluster import bootstrap, bundle
 from distdiag.jobs.picture import Ask
 from distdiag.jobs.sample_stacks import Sampled, Sampling
 
+BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
+"""Where a statement has others inside; an expression has none."""
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 COMMANDS = {
     "gpu-test": ("distdiag.launch.collect", "distdiag.commands.gpu_test.rank", "distdiag.agent.ranks"),
@@ -59,19 +61,25 @@ def test_the_argument_that_srun_is_given_has_only_what_connects_back() -> None:
 
 def test_the_imports_of_each_module_are_those_that_the_parser_of_python_finds() -> None:
     for path in sorted(Path(bundle.folder()).rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        checkers = [
-            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        ]
-        unused = {inner for block in checkers for inner in ast.walk(block)}
-        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in unused]
-        ours = [(str(each.module), alias.name) for each in froms for alias in each.names]
-        named = {
-            f"{module}.{name}" if bundle._is_package(module) else module
-            for module, name in ours
-            if module[:8] == "distdiag"
-        }
-        assert set(bundle._imports_of(path.read_text())) == named, path
+        text = path.read_text()
+        all_imports, run = imports_in(ast.parse(text))
+        assert set(bundle._imports_of(text)) == run, path
+        assert set(bundle._imports_of(text.replace("TYPE_CHECKING", "ALWAYS"))) == all_imports | run, path
+
+
+def imports_in(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Return the imports from distdiag in the statements under TYPE_CHECKING, and all others."""
+    found: tuple[set[str], set[str]] = (set(), set())
+    for statement in (one for name in BLOCKS for one in getattr(tree, name, ())):
+        if isinstance(statement, ast.ImportFrom) and str(statement.module).partition(".")[0] == "distdiag":
+            module = str(statement.module)
+            names = {f"{module}.{alias.name}" for alias in statement.names}
+            found[1].update(names if bundle._is_package(module) else {module})
+        inner, run = imports_in(statement)
+        is_for_checkers = isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.dump(statement.test)
+        found[0].update(inner | run if is_for_checkers else inner)
+        found[1].update(() if is_for_checkers else run)
+    return found
 
 
 def test_a_request_arrives_as_the_type_that_the_collect_module_declares() -> None:
@@ -159,18 +167,22 @@ def answered(message: bytes, *, timeout_s: float) -> tuple[bytes, bytes]:
 
 
 _IMPORTS = """
-import importlib, os, sys
+import builtins, functools, importlib, os, sys
 
-def load(sources):
-    sys.meta_path.insert(0, CarriedFinder(sources))
-    for name in sources:
+builtins.compile = functools.cache(compile)  # each module once, for all commands that have it
+
+def load(names):
+    sys.meta_path.insert(0, CarriedFinder({name: sources[name] for name in names}))
+    for name in names:
         importlib.import_module(name)
 
 load(agent)
+for name in sources:
+    CarriedFinder(sources)._code(name)
 out = os.dup(1)  # a module of cuda-env keeps the output of torch away from it
-for command, sources in commands.items():
+for command, names in commands.items():
     if os.fork() == 0:
-        load(sources)
+        load(names)
         os.write(out, f"{command}\\n".encode())
         sys.exit()
     assert os.wait()[1] == 0, command
@@ -178,9 +190,13 @@ for command, sources in commands.items():
 
 
 def test_what_travels_imports_nothing_that_does_not() -> None:
-    agent = bundle.sources(bundle.AGENT)
-    commands = {name: bundle.sources(bundle.AGENT, *modules) for name, modules in COMMANDS.items()}
-    order = f"exec({agent['distdiag.agent.boot']!r}, globals())\n{agent=}\n{commands=}\n{_IMPORTS}"
+    agent, commands = [*bundle.sources(bundle.AGENT)], dict[str, list[str]]()
+    sources = dict[str, str]()
+    for command, modules in COMMANDS.items():
+        carried = bundle.sources(bundle.AGENT, *modules)
+        commands[command] = [*carried]
+        sources |= carried
+    order = f"exec({sources['distdiag.agent.boot']!r}, globals())\n{sources=}\n{agent=}\n{commands=}\n{_IMPORTS}"
     # Imported one by one where there is no distdiag: -S leaves the site-packages out, and -P the working directory.
     # Each command in a process of its own, which already has the agent's modules, as on a node.
     done = subprocess.run([sys.executable, "-S", "-P", "-"], input=order, capture_output=True, text=True, check=False)

@@ -38,7 +38,10 @@ class Pattern:
 
     def may_fit(self, text: str) -> bool:
         """Return whether a text contains one of the words."""
-        return any(word in text for word in self.words)
+        for word in self.words:  # noqa: SIM110 - half the time of any()
+            if word in text:
+                return True
+        return False
 
 
 class Patterns:

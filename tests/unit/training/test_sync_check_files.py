@@ -1,4 +1,4 @@
-"""sync-check on files: of an earlier run, names below torch.compile, and fixes by kind of difference."""
+"""sync-check on files: of an earlier run, and fixes by kind of difference."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from support_warm import distdiag
-from torch import nn
 
-from distdiag import sync_check
 from distdiag.commands.sync_check import diagnose
 from distdiag.training.sync_check import FORMAT, Entry, Saved
 
@@ -34,20 +31,6 @@ def test_files_of_an_earlier_larger_run_are_left_out_and_reported(tmp_path: Path
     assert finding["id"] == "sync-check.stale-files"
     assert finding["title"] == "2 files left out: from an earlier run, the newest is of 2 ranks"
     assert done.report["data"]["ranks"] == [0, 1]
-
-
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    model(torch.ones(3, 2)).sum().backward()
-    optimizer.step()
-    names = []
-    for made in (model, torch.compile(model)):
-        sync_check(made, optimizer, save=str(tmp_path))
-        entries = json.loads((tmp_path / "rank_0.json").read_text())["entries"]
-        names.append([(entry["kind"], entry["name"]) for entry in entries])
-    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(

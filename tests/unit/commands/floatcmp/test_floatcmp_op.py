@@ -11,6 +11,7 @@ import torch
 from loops import each
 from support_warm import distdiag
 
+from distdiag.commands.floatcmp import child
 from distdiag.commands.floatcmp.compute import compare_operation, make, measure
 from distdiag.commands.floatcmp.operation import (
     BEYOND,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from distdiag.report import Report
 
 TERMS = 512
+
+pytestmark = pytest.mark.usefixtures("one_thread_of_torch")
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +109,7 @@ def test_one_wrong_bit_is_found_at_its_place() -> None:
 @each("name", OPERATIONS)
 def test_what_torch_computes_is_as_good_as_its_dtype(name: str) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
-        found = compare_operation(name, 300, (Side(typed="a", dtype=dtype), Side(typed="b", threads=1)))
+        found = compare_operation(name, 300, (Side(typed="a", dtype=dtype), Side(typed="b", threads=2)))
         assert [each.kind for each in found.measured] == [EXPECTED] * 2, (dtype, found.measured)
         assert not diagnose_operation(found, "distdiag").findings
 
@@ -146,13 +149,12 @@ def test_what_is_no_side(text: str) -> None:
 
 
 def test_the_command_compares_two_dtypes_and_says_where_there_is_no_gpu() -> None:
-    done = distdiag("floatcmp", "--json", "--op", "matmul", "cpu,float32", "cpu,bfloat16")
+    done = distdiag("floatcmp", "--json", "--op", "matmul", "--size", "64", "cpu,float32", "cpu,bfloat16,threads=1")
     assert done.code == 0, done.err
     assert [each["kind"] for each in done.report["data"]["measured"]] == ["expected", "expected"]
     unknown = distdiag("floatcmp", "--op", "matmal", "cpu", "cpu")
     assert (unknown.code, "no such operation" in unknown.err) == (2, True)
     file_option = distdiag("floatcmp", "--op", "matmul", "cpu", "cpu", "--exact")
     assert (file_option.code, "--exact is for files" in file_option.err) == (2, True)
-    if not torch.cuda.is_available():
-        none = distdiag("floatcmp", "--op", "matmul", "cpu", "cuda")
-        assert (none.code, "this machine has no GPU that torch can use" in none.err) == (3, True)
+    none = child._compute(child.Request(a="cpu", b="cuda", op="matmul"), has_gpu=False)
+    assert (none.failed, none.is_usage) == ("this machine has no GPU that torch can use", False)

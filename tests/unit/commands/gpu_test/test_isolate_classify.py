@@ -126,12 +126,12 @@ def test_local_ranks_meet_whatever_the_ranks_are_called() -> None:
     assert rounds([[5, 1], [0, 7]]) == [[(0, 7), (1, 5)], [(0, 5), (1, 7)]]
 
 
-@pytest.mark.parametrize("sizes", [(1000,), (1,) * 1000, (8,) * 125])
-def test_a_thousand_ranks_take_no_time(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(500,), (1,) * 500, (8,) * 125])
+def test_hundreds_of_ranks_take_no_time(sizes: tuple[int, ...]) -> None:
     nodes = machine(sizes)
     begun = time.process_time()
-    assert len(rounds(nodes)) == (7 + 125 if len(nodes) == 125 else 999)
-    assert time.process_time() - begun < 10
+    assert len(rounds(nodes)) == (7 + 125 if len(nodes) == 125 else 499)
+    assert time.process_time() - begun < 3
 
 
 def healthy(cluster: Cluster, fare: str) -> Verdict:
@@ -268,7 +268,7 @@ SEVERAL_NODES = [
         (inject, count, size)
         for inject, least_count, least_size in SEVERAL_NODES
         for count in range(least_count, 7)
-        for size in range(least_size, 9)
+        for size in sorted({least_size, least_size + 1, 4, 7, 8})
     ],
 )
 def test_what_is_made_is_found_on_several_nodes(
@@ -280,11 +280,11 @@ def test_what_is_made_is_found_on_several_nodes(
         assert verdict(cluster.classified()) == expected, seed
 
 
-def test_a_thousand_ranks_are_judged_in_seconds() -> None:
-    cluster = Cluster(*[8] * 125).make("slow", by_rank(77))
+def test_hundreds_of_ranks_are_judged_in_seconds() -> None:
+    cluster = Cluster(*[8] * 60).make("slow", by_rank(77))
     begun = time.process_time()
     assert verdict(cluster.classified()) == (Kind.BAD_RANK, {"ranks": (77,)})
-    assert time.process_time() - begun < 20
+    assert time.process_time() - begun < 5
 
 
 @each("rank", range(12))
@@ -735,7 +735,7 @@ def test_faults_are_found_in_noise(inject: Callable[[Cluster, str], Verdict], si
 
 
 def test_a_node_with_noise_beside_quiet_ones_is_not_called_bad() -> None:
-    for seed in range(100):
+    for seed in range(50):
         found, _ = Machine(4, 4, 4, 4, 4, 4, seed=seed).measure({"node3": 0.4})
         assert verdict(found) == (Kind.HEALTHY, {}), seed
 

@@ -35,7 +35,7 @@ def grows_at_most(factor: float, few: Callable[[], object], many: Callable[[], o
     tried = []
     for _ in range(3):  # what else runs here may make one of both slower
         tried.append((processor_time(few), processor_time(many)))
-        if tried[-1][1] < factor * tried[-1][0] + 0.3:
+        if tried[-1][1] < factor * tried[-1][0] + 0.2:
             return
     raise AssertionError(tried)
 
@@ -84,12 +84,10 @@ def test_logs_of_many_lines(line: Callable[[int], str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", MANY_FILES.values(), ids=MANY_FILES.keys())
 def test_many_logs(text: Callable[[int], str], tmp_path: Path) -> None:
-    for count in (500, 2000):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        for number in range(count):
-            (folder / f"r.{number + 1}").write_text(text(number))
-    grows_at_most(7, lambda: judge([str(tmp_path / "500")]), lambda: judge([str(tmp_path / "2000")]))
+    paths = [tmp_path / f"r.{number + 1}" for number in range(1000)]
+    for number, path in enumerate(paths):
+        path.write_text(text(number))
+    grows_at_most(7, lambda: judge([str(path) for path in paths[:250]]), lambda: judge([str(tmp_path)]))
 
 
 LINES = (
@@ -119,10 +117,9 @@ FILLS = (
 )
 
 
-@pytest.mark.parametrize("seed", ["5.10_files.txt", "6.13_files.txt"])
-def test_logs_of_strace_with_long_lines(seed: str, tmp_path: Path) -> None:
+def test_logs_of_strace_with_long_lines(tmp_path: Path) -> None:
     """A quarter of a megabyte in lines just short enough not to be cut; square work would take minutes each."""
-    path, head = tmp_path / "x.log", (RECORDED / seed).read_text(errors="replace")
+    path, head = tmp_path / "x.log", (RECORDED / "6.13_files.txt").read_text(errors="replace")
     for line in LINES:
         for fill in FILLS:
             long = line.replace("@", fill * ((lines.LINE_BYTES // 2 - 500) // len(fill)))

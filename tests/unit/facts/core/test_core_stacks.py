@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import tracemalloc
 import venv
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,11 +116,12 @@ def needs_both() -> None:
 def core_of(needs_both: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Make each core once."""
     made: dict[str, Path] = {}
+    native = tmp_path_factory.mktemp("native")
 
     def core(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            made[name] = _die(name, folder) if name in PROGRAMS else make_core(name, folder)
+            made[name] = _die(name, folder) if name in PROGRAMS else make_core(name, folder, str(native))
         return made[name]
 
     return core
@@ -143,7 +149,7 @@ PROGRAMS = {
     "training_loop()",
     "forks_in_c": "import ctypes, os\ndef child(): os.abort()\nif ctypes.CDLL(None).fork(): os.wait()\nelse: child()",
     "recurses": "import ctypes, sys\nsys.setrecursionlimit(10**6)\n"
-    "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD000)\ndescend(30_000)",
+    "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD000)\ndescend(8_000)",
 }
 
 
@@ -174,27 +180,39 @@ def by_pystack(core: str, executable: str = PROGRAM, *, python: str = "", all_by
     return pystack.of_core(core, executable, notes.files, own, timeout_s=30, python=python)
 
 
+@functools.cache
+def stacks_of(core: Path) -> Stacks:
+    """Read a core by pystack once."""
+    return by_pystack(str(core))
+
+
 def read_core(core: Path) -> tuple[ThreadStack, ...]:
     """Read a core like the command."""
     crashed = core_file.read(str(core)).threads[0].tid
-    return stacks.crashed_first(by_pystack(str(core)), crashed)
+    return stacks.crashed_first(stacks_of(core), crashed)
 
 
-OWN_CORES = ["dies_by_segv", "dies_by_sigbus", "dies_in_cpp_thread", "dies_by_cpp_exception", "dies_with_faulthandler"]
+OWN_CORES = ["dies_by_sigbus", "dies_in_cpp_thread", "dies_by_cpp_exception", "dies_with_faulthandler"]
 OWN_CORES += ["dies_in_torch", "in_a_handler", "calls_back", "many_threads", "ends_in_a_call", "on_a_stack_above"]
 
 
 @pytest.mark.parametrize("name", OWN_CORES)
 def test_c_frames_are_those_that_pystack_follows(name: str, core_of: Callable[[str], Path]) -> None:
-    core = str(core_of(name))
-    files = core_file.read(core).files
+    core = core_of(name)
+    files = core_file.read(str(core)).files
     # Else pystack would be asked for all, and be compared with itself.
-    assert CFrames(core, files, ()).whole
-    ours, theirs = by_pystack(core), by_pystack(core, all_by_pystack=True)
+    assert CFrames(str(core), files, ()).whole
+    ours, theirs = stacks_of(core), by_pystack(str(core), all_by_pystack=True)
     assert (ours.error, theirs.error) == ("", "")
     found, expected = ({one.tid: essential(one) for one in either.threads} for either in (ours, theirs))
     assert found == expected
     assert all(one.aligned for one in ours.threads)
+
+
+def test_the_handler_of_faulthandler_is_told_from_its_callers(core_of: Callable[[str], Path]) -> None:
+    first, *_ = read_core(core_of("dies_with_faulthandler"))
+    assert first.aligned
+    assert "<signal handler called>" in shown(first.frames)
 
 
 def test_where_pystack_takes_a_thread_for_another_it_is_asked_for_all(core_of: Callable[[str], Path]) -> None:
@@ -362,15 +380,14 @@ class Alone(NamedTuple):
 
 PYSTACK, PYSTACK_ALL, GDB = "pystack core", "pystack core --native-all", "gdb"
 ABORT = "abort"
+JUMPED = ["ffi_call", "_call_function_pointer", "_ctypes_callproc", "PyCFuncPtr_call", "[jump]", "[<module>]"]
 ALONE = [
     Alone("dies_by_sigbus", PYSTACK_ALL, "segmentation fault", "SIGBUS", ["mmap_subscript", "[read_shard]", "[train]"]),
     Alone("dies_in_cpp_thread", PYSTACK, "wait_for_batches", "check_batch", [ABORT, "check_batch()"]),
     Alone("dies_in_cpp_thread", GDB, "", "wait_for_batches", [ABORT, "check_batch()", "prefetch_batches()"]),
     Alone("ends_in_a_call", PYSTACK_ALL, "innocent", "guilty", [ABORT, "fail", "guilty", "start"]),
-    Alone("jumps_nowhere", PYSTACK_ALL, "Unable to merge", "ffi_call", ["PyCFuncPtr_call", "[jump]", "[<module>]"]),
-    Alone("jumps_nowhere", GDB, "", "jump", ["ffi_call", "_call_function_pointer", "_ctypes_callproc"]),
+    Alone("jumps_nowhere", PYSTACK_ALL, "Unable to merge", "ffi_call", JUMPED),
     Alone("recurses", PYSTACK_ALL, "", "descend", ["PyCFuncPtr_call", "[string_at]", "[descend]", "[descend]"]),
-    Alone("dies_with_faulthandler", GDB, "", "read_sample", ["<signal handler called>"]),
 ]
 
 
@@ -501,3 +518,38 @@ def test_what_cannot_be_read_says_why(core: str, executable: str, says: str, cor
     except (core_file.NotACore, OSError) as refusal:  # before pystack is asked
         error = str(refusal)
     assert says in error
+
+
+def test_files_and_threads_are_those_that_gdb_finds(core_of: Callable[[str], Path]) -> None:
+    show = "-batch -nx -iex|set auto-load off|-iex|set auto-solib-add off|-iex|set width 0|-ex|info proc mappings"
+    show += "|-ex|thread apply all -q p/x $pc"
+    for program in ("dies_in_cpp_thread", "dies_in_torch"):
+        path = core_of(program)
+        found = core_file.read(str(path))
+        argv = ["gdb", *show.replace(" ", "|", 2).split("|"), "-c", str(path)]
+        said = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+        rows = re.findall(r"^ +(0x\w+) +(0x\w+) +(0x\w+) +(0x\w+) +(/.*)$", said, re.MULTILINE)
+        listed = [(int(row[0], 16), int(row[1], 16), int(row[3], 16), row[4]) for row in rows]
+        assert [astuple(file) for file in found.files] == listed
+        assert re.findall(r"New LWP (\d+)", said) == [str(thread.tid) for thread in found.threads]
+        counters = re.findall(r"^\$\d+ = (0x\w+)$", said, re.MULTILINE)
+        assert counters[::-1] == [f"{thread.pc:#x}" for thread in found.threads]
+
+
+def test_a_core_of_torch_is_read_at_once_and_costs_no_memory(core_of: Callable[[str], Path]) -> None:
+    path = str(core_of("dies_in_torch"))
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        core_file.read(path)
+        took.append(time.process_time() - began)
+    assert min(took) < 0.05
+    tracemalloc.start()
+    try:
+        found = core_file.read(path)
+        core_file.build_ids(path, found)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert found.size_bytes > 50 << 20
+    assert (found.signal, found.code, found.truncated) == (signal.SIGSEGV, 1, False)  # SEGV_MAPERR
