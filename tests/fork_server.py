@@ -1,7 +1,7 @@
 """Programs of Python that are forked from a process which has loaded what they import.
 
-A fork has the arguments, environment, streams, session, umask, namespaces and exit status of a started program, in /proc too.
-Its stacks have one frame more, the outermost: `<module> <string>`.
+A fork has the arguments, environment, streams, session, umask, namespaces and exit status of a started program, also
+as /proc shows them. Its stacks have one frame more, the outermost: `<module> <string>`.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.frames import NEAR, Found
-from distdiag.training.overflow.replay import COLLECTIVES
+from distdiag.training.overflow.replay import COLLECTIVES, OfReplay
 from distdiag.training.overflow.report import (
     BACKWARD,
     BETWEEN,
@@ -67,7 +66,7 @@ class Maker:
     masked_row: bool = False
 
 
-class Origins(TorchDispatchMode):
+class Origins(OfReplay):
     """Maps each non-finite tensor to the operation that produced it; filled-in -inf, as in masks, has none."""
 
     supports_higher_order_operators = True

@@ -275,7 +275,16 @@ class Refused(Exception):
     """The forward attempted an operation that must not be repeated."""
 
 
-class Guard(TorchDispatchMode):
+class OfReplay(TorchDispatchMode):
+    """A mode that sees the operations of a replay."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare the job 1.5 s, in which torch would import its compiler to keep it out: nothing is compiled then."""
+        return False
+
+
+class Guard(OfReplay):
     """Refuses operations of a replay with side effects on the job; `refused` is the reason, or "".
 
     Writes are allowed only into memory allocated while the mode is active and into `ours`, or anywhere with `writes`.
