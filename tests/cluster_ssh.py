@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster_netns import Node
 
 SSHD = "/usr/sbin/sshd"  # it wants to be started by its full path
+# All of sshd's key exchanges but one, which costs each login through OpenSSH 0.05 s of processor time on each side.
 _SERVER = """\
 Port {port}
 HostKey {folder}/host_key
@@ -34,6 +35,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PrintMotd no
 AcceptEnv DISTDIAG_*
+KexAlgorithms -sntrup761*
 """
 _NO_LIMITS = "MaxStartups 2000\nMaxSessions 2000\n"
 

@@ -1,7 +1,7 @@
 """Programs of Python that are forked from a process which has loaded what they import.
 
-A fork has the arguments, environment, streams, session, namespaces and exit status of a started program, in /proc too.
-Its stacks have one frame more, the outermost: `<module> <string>`.
+A fork has the arguments, environment, streams, session, umask, namespaces and exit status of a started program, also
+as /proc shows them. Its stacks have one frame more, the outermost: `<module> <string>`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class ForkServer:
         if words[0] != sys.executable or words[1].startswith("-") or _of_start(changed) != _of_start(self._env):
             return None
         priority = os.getpriority(os.PRIO_PROCESS, 0)
-        message = {"argv": words, "env": changed, "node": node, "cwd": cwd, "priority": priority}
+        os.umask(umask := os.umask(0))
+        message = {"argv": words, "env": changed, "node": node, "cwd": cwd, "priority": priority, "umask": umask}
         with open(os.devnull, "r+b") as null:
             numbers = [null.fileno()]
             for stream in streams:
@@ -312,6 +313,7 @@ def _become(message: dict[str, Any], fds: list[int]) -> tuple[CodeType, dict[str
         os.close(opened)
     os.chdir(message["cwd"])
     os.setpriority(os.PRIO_PROCESS, 0, message["priority"])
+    os.umask(message["umask"])
     message["env"].pop("JOB_STARTER", None)
     os.environ.clear()
     os.environ.update(message["env"])

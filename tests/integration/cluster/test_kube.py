@@ -178,7 +178,7 @@ def test_each_pod_has_a_row(tmp_path: Path) -> None:
         return FakePod(manifest, enter=named(name))
 
     pods = [
-        *(pod(f"good-{number}") for number in range(3)),
+        pod("good"),
         pod("pull", "Pending", waiting),
         pod("wait", "Pending", {}, status={"conditions": [unscheduled]}),
         pod("crash", "Failed", failed),

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
 from support import PROGRAM, Running, need, wait_until
-from support_warm import distdiag
+from support_warm import distdiag, enough_of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from support import Result
 
+KILLED = ("--inject", "kill:1@connect")
+"""Shows who is where to a run that gets no further than this: no rank needs more than `enough_of_torch`."""
 QUICK = ("--json", "--size", "1MiB", "--no-compute", "--stall", "60")
 """On a busy machine three imports of torch may take half a minute."""
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
@@ -34,11 +38,38 @@ def slurm() -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="module")
-def job(slurm: Slurm) -> int:
-    """An allocation whose CPUs are all held by a step, as training would."""
-    job = slurm.allocate(3)
-    slurm.start_step(job, "sleep", "1000", options=("--ntasks=6", "--nodes=3"))
-    return job
+def no_torch_yet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return enough_of_torch(tmp_path_factory.mktemp("enough"))
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A batch job whose script runs gpu-test, and whose CPUs are all held by a step, as training would."""
+
+    id: int
+    report: Path
+    code: Path
+    errors: Path
+
+
+@pytest.fixture(scope="module")
+def allocation(slurm: Slurm, no_torch_yet: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Allocation:
+    folder = tmp_path_factory.mktemp("allocation")
+    found = Allocation(0, folder / "report.json", folder / "code", folder / "errors")
+    script = folder / "job.sh"
+    script.write_text(
+        f"#!/bin/bash\nexport PYTHONPATH={shlex.quote(no_torch_yet['PYTHONPATH'])}\n"
+        f"{PROGRAM} gpu-test {' '.join((*QUICK, *KILLED))} --nproc 1 >{found.report} 2>{found.errors}\n"
+        f"echo $? >{found.code}.part; mv {found.code}.part {found.code}; sleep 1000\n"
+    )
+    job = slurm.submit(script, "--nodes=3", "--ntasks-per-node=2", "--exclusive")
+    slurm.start_step(job, "sleep", "1000", options=("--ntasks=6", "--nodes=3", "--overlap"))
+    return replace(found, id=job)
+
+
+@pytest.fixture(scope="module")
+def job(allocation: Allocation) -> int:
+    return allocation.id
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +81,24 @@ def network() -> Iterator[Network]:
         yield network
 
 
-def hosts_of_ranks(result: Result) -> list[str]:
-    assert result.statuses == ["ok"] * len(result.statuses), result.out
-    return [rank["host"] for rank in result.report["data"]["ranks"]]
+def hosts_of_ranks(report: dict[str, Any]) -> list[str]:
+    return [rank["host"] for rank in report["data"]["ranks"]]
 
 
 def beside(slurm: Slurm, command: str, *arguments: str) -> Result:
     return distdiag(command, "--json", *arguments, env=slurm.env(), wrap=tuple(slurm.client.command()))
 
 
-def as_ranks(slurm: Slurm, job: int, shape: str, *arguments: str, within: tuple[str, ...] = ()) -> Result:
-    srun = ("srun", "--overlap", f"--jobid={job}", *shape.split(), *within)
-    return Running("gpu-test", *QUICK, *arguments, env=slurm.env(), wrap=(*slurm.client.command(), *srun)).finish()
+def as_ranks(
+    slurm: Slurm, job: int, shape: str, *arguments: str, within: tuple[str, ...], env: Mapping[str, str] | None = None
+) -> Result:
+    srun = (*slurm.client.command(), "srun", "--overlap", f"--jobid={job}", *shape.split(), *within)
+    return Running("gpu-test", *QUICK, *arguments, env={**slurm.env(), **(env or {})}, wrap=srun).finish()
 
 
-def by_mpirun(network: Network, mpirun: list[str], *arguments: str) -> Result:
+def by_mpirun(network: Network, mpirun: list[str], *arguments: str, env: Mapping[str, str]) -> Result:
     wrap = (*network.client.command(), *mpirun)
-    return Running("gpu-test", *QUICK, *arguments, env=network.client_env(), wrap=wrap).finish()
+    return Running("gpu-test", *QUICK, *arguments, env={**network.client_env(), **env}, wrap=wrap).finish()
 
 
 def test_from_outside_a_dropped_port_is_found_while_a_step_holds_all_cpus(slurm: Slurm, job: int) -> None:
@@ -94,27 +126,25 @@ def test_from_outside_each_node_has_its_own_environment(slurm: Slurm, job: int) 
     assert len(found.report["data"]["nodes"]) == 3
 
 
-def test_inside_an_allocation_its_nodes_are_found(tmp_path: Path) -> None:
+def test_inside_an_allocation_its_nodes_are_found(allocation: Allocation) -> None:
     """A real batch script with two tasks per node: each node gets one agent, and the script is not a rank."""
-    need_slurm()
-    log, script = tmp_path / "report.json", tmp_path / "job.sh"
-    script.write_text(
-        f"#!/bin/bash\n{PROGRAM} gpu-test {' '.join(QUICK)} --nproc 1 >{log}.part 2>{log}.err\n"
-        f"echo $? >{log}.code\nmv {log}.part {log}\nsleep 300\n"
-    )
-    with Slurm(2) as own:
-        own.submit(script, "--nodes=2", "--ntasks-per-node=2")
-        wait_until(log.exists, 60, lambda: Path(f"{log}.err").read_text())
-    assert Path(f"{log}.code").read_text().strip() == "0", Path(f"{log}.err").read_text()
-    assert [rank["host"] for rank in json.loads(log.read_text())["data"]["ranks"]] == ["mn1", "mn2"]
+    wait_until(allocation.code.exists, 60, allocation.errors.read_text)
+    assert allocation.code.read_text().strip() == "1", allocation.errors.read_text()
+    report = json.loads(allocation.report.read_text())
+    assert hosts_of_ranks(report) == ["mn1", "mn2", "mn3"]
+    (died,) = [one for one in report["findings"] if one["level"] == "fail"]
+    assert (died["id"], died["where"]["hosts"]) == ("gpu-test.rank-died", ["mn2"])
 
 
-def test_ranks_started_by_srun_which_knows_better_than_variables_of_another_job(slurm: Slurm, job: int) -> None:
+def test_ranks_started_by_srun_which_knows_better_than_variables_of_another_job(
+    slurm: Slurm, job: int, no_torch_yet: dict[str, str]
+) -> None:
     foreign = ("env", "RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=10.99.0.1")
-    result = as_ranks(slurm, job, "-N 2 -n 3 --ntasks-per-node=2", within=foreign)
-    assert (result.code, result.report["verdict"]) == (0, "warn")
+    result = as_ranks(slurm, job, "-N 2 -n 3 --ntasks-per-node=2", *KILLED, within=foreign, env=no_torch_yet)
+    assert sorted(result.findings) == ["rank-died", "rank-variables"], result.out + result.err
+    assert result.findings["rank-variables"]["level"] == "warn"
     assert "srun set rank 0 of 3" in result.findings["rank-variables"]["title"]
-    assert hosts_of_ranks(result) == ["mn1", "mn1", "mn2"]
+    assert hosts_of_ranks(result.report) == ["mn1", "mn1", "mn2"]
     assert [rank["local_rank"] for rank in result.report["data"]["ranks"]] == [0, 1, 0]
 
 
@@ -138,7 +168,7 @@ def test_a_frozen_slurmd_and_then_a_dead_one_cost_their_own_node_only() -> None:
             own.thaw_slurmd("mn2")
         own.kill_slurmd("mn2")
         dead = beside(own, "gpu-test", *QUICK[1:], *job)
-    assert hosts_of_ranks(dead) == ["mn1"]
+    assert (hosts_of_ranks(dead.report), dead.statuses) == (["mn1"], ["ok"]), dead.out
     for result in (frozen, dead):
         assert result.code == 3
         (row,) = [row for row in result.report["data"]["hosts"] if row["state"] != "ok"]
@@ -153,30 +183,36 @@ def test_a_slurm_job_that_is_not_there(slurm: Slurm) -> None:
     assert "no running SLURM job 987654" in result.report["error"]["message"]
 
 
-def test_one_process_of_mpich_per_node_starts_its_own_ranks_and_names_the_stopped_one(network: Network) -> None:
+def test_one_process_of_mpich_per_node_starts_its_own_ranks_and_names_the_stopped_one(
+    network: Network, no_torch_yet: dict[str, str]
+) -> None:
     """All wait for it in silence, rank 0 too, whose node is not taken for a lost one."""
     need("mpirun.mpich")
     address = ("-genv", "MASTER_ADDR", network.nodes[0].address)
     mpirun = ["mpirun.mpich", "-hosts", "node1,node2", "-ppn", "1", *address, "-n", "2"]
-    result = by_mpirun(network, mpirun, "--nproc", "2", "--stall", "25", "--inject", "stop:3@memory")
+    stopped = ("--stall", "12", "--inject", "stop:3@connect")
+    result = by_mpirun(network, mpirun, "--nproc", "2", *stopped, env=no_torch_yet)
     assert result.code == 1
-    assert [rank["host"] for rank in result.report["data"]["ranks"]] == ["node1", "node1", "node2", "node2"]
+    assert hosts_of_ranks(result.report) == ["node1", "node1", "node2", "node2"]
     assert list(result.findings) == ["rank-missing"]
     missing = result.findings["rank-missing"]
     assert (missing["where"]["hosts"], missing["where"]["ranks"]) == (["node2"], [3])
     assert missing["fix"]["commands"]
 
 
-def test_ranks_of_open_mpi_of_which_one_is_killed_and_both_have_variables_of_another_job(network: Network) -> None:
+def test_ranks_of_open_mpi_of_which_one_is_killed_and_both_have_variables_of_another_job(
+    network: Network, no_torch_yet: dict[str, str]
+) -> None:
     need(MPIRUN[0])
-    mpirun = [*MPIRUN, "--host", "node1:1,node2:1", "--mca", "oob_tcp_if_include", "eth0", "-np", "2"]
+    only = ("--host", "node1:1,node2:1", "--mca", "oob_tcp_if_include", "eth0")
+    mpirun = [*MPIRUN, *only, "-x", "PYTHONPATH", "-np", "2"]
     stale = (
         "case $OMPI_COMM_WORLD_RANK in 0) export MASTER_ADDR=nosuch17;; 1) export WORLD_SIZE=7 NCCL_ALGO=Ring;; esac; "
         'exec "$@"'
     )
-    result = by_mpirun(network, [*mpirun, "bash", "-c", stale, "bash"], "--inject", "kill:1@memory")
+    result = by_mpirun(network, [*mpirun, "bash", "-c", stale, "bash"], *KILLED, env=no_torch_yet)
     assert result.code == 1, result.out + result.err
-    assert [rank["host"] for rank in result.report["data"]["ranks"]] == ["node1", "node2"]
+    assert hosts_of_ranks(result.report) == ["node1", "node2"]
     assert sorted(result.findings) == ["nodes-differ", "rank-died", "rank-variables"]
     assert result.findings["rank-died"]["where"]["hosts"] == ["node2"]
     reported = result.findings["rank-variables"]
@@ -231,7 +267,7 @@ def test_ranks_that_a_launcher_ends_leave_one_document(tmp_path: Path) -> None:
     need("mpirun.openmpi")
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)\n")
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    running = Running("gpu-test", *QUICK, env=path, wrap=(*MPIRUN, "-np", "3"))
+    running = Running("gpu-test", *QUICK, env=path, wrap=(*MPIRUN, "-np", "2"))
     running.wait_for("start: all ranks")
     running.process.terminate()
     result = running.finish()

@@ -24,7 +24,7 @@ PATIENCE_S = 80
 """Of each host behind the bastion, which this machine serves all at once: 40 logins, and tests of others."""
 MIXED = 40
 FEW_FILES = ("sh", "-c", 'ulimit -n 64; exec "$@"', "-")
-FEW = 40
+FEW = 16
 """More than that limit allows at once: 4."""
 
 

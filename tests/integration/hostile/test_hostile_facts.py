@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fuzz import PER_READER, assert_survived, damaged, misleading, run_calls, run_each
 from pyspy_facts import REQUEST, job, loads, twice, waits
-from support_warm import distdiag
+from support_warm import distdiag, enough_of_torch
 
 from distdiag.commands.allreduce_bench import earlier as baselines
 from distdiag.errors import DistdiagError
@@ -145,7 +145,9 @@ def test_a_damaged_file_is_named_with_what_is_wrong(cuda_facts: Path, tmp_path: 
 
 
 def test_a_damaged_record_of_ranks_is_refused(tmp_path: Path) -> None:
-    distdiag("gpu-test", "--nproc", "2", "--device", "cpu", "--inject", "kill:1", "--save", str(tmp_path / "kept"))
+    torch = enough_of_torch(tmp_path)
+    ranks = ("--nproc", "2", "--device", "cpu", "--inject", "kill:1@connect")
+    distdiag("gpu-test", *ranks, "--save", str(tmp_path / "kept"), env=torch)
     (file,) = (tmp_path / "kept").iterdir()
     assert_survived(run_each(files(tmp_path, "other.json", file.read_bytes(), "gpu-test", "--from")))
 

@@ -321,7 +321,7 @@ def readers() -> dict[str, Reader]:
 
 
 RANKS = {
-    "gpu-test": ("gpu-test", "--nproc", "2", "--size", "1MiB", "--memory", "0.001", "--compute", "100ms"),
+    "gpu-test": ("gpu-test", "--nproc", "2", "--size", "1MiB", "--memory", "0.001", "--no-compute"),
     "isolate": ("gpu-test", "--isolate", "--nproc", "4", "--size", "1MiB", "--compute", "100ms"),
     "allreduce-bench": ("allreduce-bench", "--nproc", "4", "--sizes", "1KiB:4KiB", "--iters", "20"),
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from jobs import Job
 from support import PROGRAM, need
-from support_warm import distdiag
+from support_warm import distdiag, enough_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,19 +82,22 @@ KEEPING = {
     "trace fds": ("{pid}",),
     "cuda-env": (),
     "doctor": (),
-    "gpu-test": ("--nproc", "2", "--no-compute", "--size", "4MiB"),
+    "gpu-test": ("--nproc", "2", "--inject", "kill:1@connect"),
     "core-bt": ("--check-setup",),
     "trace sys": ("--pid", "{pid}", "--for", "0.5", "--keep-logs", "{folder}.logs"),
 }
 
 
 @pytest.mark.parametrize("command", KEEPING)
-def test_no_secret_of_the_job_or_of_ours_is_shown_or_kept(command: str, job: Job, tmp_path: Path) -> None:
+def test_no_secret_of_the_job_or_of_ours_is_shown_or_kept(
+    command: str, job: Job, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     if command == "trace sys":
         need("strace")
     folder = tmp_path / "kept"
     words = [word.format(pid=job.pid(0), job=job.name, folder=folder) for word in KEEPING[command]]
-    live = distdiag(*command.split(), *words, "--save", str(folder), "--json", env=SECRETS)
+    torch = enough_of_torch(tmp_path_factory.mktemp("enough")) if command == "gpu-test" else {}
+    live = distdiag(*command.split(), *words, "--save", str(folder), "--json", env={**SECRETS, **torch})
     text = distdiag(*command.split(), "--from", str(folder), env=SECRETS)
     for result in (live, text):
         assert result.code in (0, 1, 3), result.err

@@ -77,8 +77,9 @@ def as_rank(rank: int) -> dict[str, str]:
 
 def forged(folder: Path, made_in: Path, rank: int) -> str:
     """Let the other user write a file into `folder` that claims a rank of our job; return its path."""
-    made_in.mkdir()
-    trace("--dir", str(made_in), "--", LINES, "turns", env=as_rank(rank))
+    if not made_in.exists():
+        made_in.mkdir()
+        trace("--dir", str(made_in), "--", LINES, "turns", env=as_rank(rank))
     for path in made_in.iterdir():
         copy = folder / f"forged{path.suffix}"
         assert other('cat > "$1"', copy).returncode == 0
@@ -115,7 +116,7 @@ def test_a_folder_of_another_user_is_not_taken_for_the_job(shared: Path, tmp_pat
     for name in ("0", "root"):
         folder = shared / f"distdiag-lines-{name}"
         assert other('mkdir -m 777 "$1"', folder).returncode == 0
-        forged(folder, tmp_path / name, rank=0)
+        forged(folder, tmp_path / "made", rank=0)
     result = distdiag("trace", "show", "--json", env={"TMPDIR": str(shared)})
     assert result.report["data"]["rings"] == []
     assert result.code == 3
@@ -216,11 +217,19 @@ def sleeper() -> Iterator[int]:
         process.kill()
 
 
+@pytest.fixture
+def umask() -> Iterator[int]:
+    """The most generous one there is, also for what is started."""
+    before = os.umask(0)
+    yield 0
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
 @pytest.mark.parametrize("saves", SAVES.values(), ids=SAVES)
 def test_what_is_kept_can_only_be_read_by_its_owner(shared: Path, sleeper: int, saves: tuple[str, ...]) -> None:
     arguments = [word.replace("DIR", str(shared)).replace("SLEEPER", str(sleeper)) for word in saves]
-    # The most generous umask there is.
-    done = distdiag(*arguments, wrap=("sh", "-c", 'umask 0; exec "$@"', "sh"))
+    done = distdiag(*arguments)
     found = sorted(shared.rglob("*"))
     files = [path for path in found if path.is_file()]
     assert len(files) >= sum("DIR" in word for word in saves), (found, done.err)
@@ -255,12 +264,12 @@ def test_a_link_under_the_name_of_a_draft_is_not_followed(shared: Path, tmp_path
     ids=["link to a file", "link to nothing", "pipe"],
 )
 def test_what_another_user_has_laid_under_the_name_of_a_report_is_refused(
-    shared: Path, tmp_path: Path, script: str, says: str
+    shared: Path, tmp_path: Path, sleeper: int, script: str, says: str
 ) -> None:
     precious, report = tmp_path / "precious", shared / "report"
     precious.write_text("precious")
     assert other(script, precious, report).returncode == 0
-    done = distdiag("pyspy-all", "--pid", str(os.getpid()), "--html", str(report))
+    done = distdiag("pyspy-all", "--pid", str(sleeper), "--html", str(report))
     assert done.code == 3
     assert f"cannot write {report}: {says.replace('DIR', str(shared))}" in " ".join(done.err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
