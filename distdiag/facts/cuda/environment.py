@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -14,19 +14,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Drops the working directory from sys.path, as a script elsewhere would not see it. Prints a literal of Python: the
-# import of json takes a third of the time.
+# Drops the working directory from sys.path, as a script elsewhere would not see it.
 _PROBE = """
 import os, sys
 out = os.dup(1); os.dup2(2, 1)
 sys.path[:1] = [] if not sys.path[0] else sys.path[:1]
-import importlib.util, sysconfig
+import json, platform, importlib.util, sysconfig
 spec = lambda name: getattr(importlib.util.find_spec(name), "origin", None)
-answer = {"executable": sys.executable, "version": sys.version.split()[0], "prefix": sys.prefix,
+answer = {"executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
   "paths": [p for p in sys.path if os.path.isdir(p)], "include": sysconfig.get_path("include"),
   "cxx": sysconfig.get_config_var("CXX"), "torch": spec("torch"), "deepspeed": spec("deepspeed"),
   "pip": spec("pip") is not None, "ninja": spec("ninja")}
-os.write(out, ascii(answer).encode())
+os.write(out, json.dumps(answer).encode())
 """
 _DIST = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(?:dist|egg)-info$")
 
@@ -67,8 +66,8 @@ def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
         return Interpreter(executable, error=str(error))
     # Our line is among output of others (sitecustomize, a wrapper).
     for line in reversed(done.stdout.decode("utf-8", "replace").splitlines()):
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            answer = ast.literal_eval(line)
+        with contextlib.suppress(ValueError):
+            answer = json.loads(line)
             if isinstance(answer, dict) and "executable" in answer:
                 return Interpreter(
                     executable=answer["executable"] or executable,
