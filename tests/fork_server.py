@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import CodeType
 
 _AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "MKL_")
@@ -168,7 +168,8 @@ def _of_start(environment: Mapping[str, str]) -> dict[str, str]:
 def serve(fd: int, loads: list[str], learns: bool, run: int) -> tuple[CodeType, dict[str, Any]]:
     """Fork for each message; return in the forks, with the program and its namespace.
 
-    It ends with the connection `fd`; with the process `run`, if given, when `fd` listens for connections.
+    It ends with the connection `fd`. With the process `run`, if given: then `fd` listens, and a fork of this process
+    serves each connection, as programs of one parent would be one job.
     """
     del sys.path[0]
     gc.disable()  # imports make no garbage
@@ -176,27 +177,28 @@ def serve(fd: int, loads: list[str], learns: bool, run: int) -> tuple[CodeType, 
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
+    end = socket.socket(fileno=fd)
+    connection = _accept(end, run) if run else end
     reading, writing = os.pipe()  # names of modules
     os.set_blocking(reading, False)
-    clients = _Clients(fd, run)
     woken, waking = socket.socketpair()
     for each in (woken, waking):
         each.setblocking(False)
     signal.set_wakeup_fd(waking.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, socket.socket] = {}
     while True:
-        readable = select.select([woken, *clients.waited_for()], [], [])[0]
+        readable = select.select([connection, woken], [], [])[0]
         if woken in readable:
             woken.recv(4096)
-            clients.report_ended()
+            _report_ended(running)
             with contextlib.suppress(BlockingIOError):
                 load(os.read(reading, 65536).decode().split())
-        if asked := clients.serve(readable):
+        if connection in readable and (asked := _fork_next(connection, running)):
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for each in (woken, waking):
+            for each in (connection, woken, waking, *running.values()):
                 each.close()
-            clients.close()
             os.close(reading)
             if learns:
                 atexit.register(_report_modules, writing, set(sys.modules))
@@ -205,69 +207,35 @@ def serve(fd: int, loads: list[str], learns: bool, run: int) -> tuple[CodeType, 
             return _become(*asked)
 
 
-class _Clients:
-    """The connections of a server, and the forks of each that still run."""
+def _accept(listener: socket.socket, run: int) -> socket.socket:
+    """Return each connection in a fork of its own, until the run ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how these end
+    ended = os.pidfd_open(run)
+    waited_for: list[Any] = [listener, ended]
+    while ended not in select.select(waited_for, [], [])[0]:
+        connection = listener.accept()[0]
+        if not os.fork():
+            listener.close()
+            os.close(ended)
+            return connection
+        connection.close()
+    os._exit(0)
 
-    def __init__(self, fd: int, run: int) -> None:
-        end = socket.socket(fileno=fd)
-        self._listener = end if run else None
-        self._run = os.pidfd_open(run) if run else -1
-        self._connections = [] if run else [end]
-        self._running: dict[int, tuple[socket.socket, socket.socket]] = {}
-        """The connection of a fork, and the socket that gets its status."""
 
-    def waited_for(self) -> list[Any]:
-        return [*self._connections, *((self._listener, self._run) if self._listener else ())]
-
-    def serve(self, readable: list[Any]) -> tuple[dict[str, Any], list[int]] | None:
-        """Fork for the next message of each connection; a fork gets its message and its streams."""
-        if self._run in readable:
-            self._kill(self._connections)
-            os._exit(0)
-        if self._listener and self._listener in readable:
-            self._connections.append(self._listener.accept()[0])
-        for connection in [each for each in self._connections if each in readable]:
-            head, fds, *_ = socket.recv_fds(connection, 4, 4)
-            if not head:
-                self._kill([connection])
-                if self._listener is None:
-                    os._exit(0)
-                self._connections.remove(connection)
-                connection.close()
-                continue
-            message = json.loads(connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
-            pid = _fork(message["node"])
-            if pid == 0:
-                return message, fds
-            for each in fds[:3]:
-                os.close(each)
-            status = socket.socket(fileno=fds[3])
-            status.sendall(pid.to_bytes(4, "big"))
-            self._running[pid] = connection, status
-        return None
-
-    def report_ended(self) -> None:
-        while self._running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            with self._running.pop(ended[0])[1] as end:
-                try:
-                    end.sendall(os.waitstatus_to_exitcode(ended[1]).to_bytes(4, "big", signed=True))
-                except OSError:
-                    continue  # no test waits for it
-
-    def _kill(self, ended: Container[socket.socket]) -> None:
-        for pid, (connection, _) in self._running.items():
-            if connection in ended:
-                os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Close all in a fork."""
-        for _, status in self._running.values():
-            status.close()
-        for each in self._connections:
-            each.close()
-        if self._listener:
-            self._listener.close()
-            os.close(self._run)
+def _fork_next(connection: socket.socket, running: dict[int, socket.socket]) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork for the next message, which the fork returns with its streams."""
+    head, fds, *_ = socket.recv_fds(connection, 4, 4)
+    if not head:
+        _end_all(running)
+    message = json.loads(connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+    pid = _fork(message["node"])
+    if pid == 0:
+        return message, fds
+    for each in fds[:3]:
+        os.close(each)
+    running[pid] = socket.socket(fileno=fds[3])
+    running[pid].sendall(pid.to_bytes(4, "big"))
+    return None
 
 
 def _report_modules(pipe: int, before: set[str]) -> None:
@@ -282,6 +250,21 @@ def load(names: list[str]) -> None:
         if name.partition(".")[0] not in ("torch", "numpy", "__mp_main__") and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+
+
+def _report_ended(running: dict[int, socket.socket]) -> None:
+    while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        with running.pop(ended[0]) as end:
+            try:
+                end.sendall(os.waitstatus_to_exitcode(ended[1]).to_bytes(4, "big", signed=True))
+            except OSError:
+                continue  # no test waits for it
+
+
+def _end_all(running: dict[int, socket.socket]) -> None:
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def _fork(node: int) -> int:

@@ -72,7 +72,7 @@ def test_what_takes_effect_at_the_start_of_python_is_not_forked() -> None:
 
 def test_workers_share_a_server_that_ends_with_their_run_and_a_fork_with_its_worker(tmp_path: Path) -> None:
     program, worker = tmp_path / "sleeps.py", tmp_path / "worker.py"
-    program.write_text("import os, time; print('server', os.getppid(), flush=True); time.sleep(600)")
+    program.write_text("import os, time; print('parent', os.getppid(), flush=True); time.sleep(600)")
     worker.write_text(WORKER)
     with subprocess.Popen(["sleep", "600"]) as run:
         env = {**os.environ, "DISTDIAG_TESTS_RUN": str(run.pid), "PYTHONPATH": str(Path(fork_server.__file__).parent)}
@@ -83,15 +83,21 @@ def test_workers_share_a_server_that_ends_with_their_run_and_a_fork_with_its_wor
             for _ in range(2)
         ]
         first, second = [dict(each.stdout.readline().split() for _ in range(2)) for each in workers if each.stdout]
-        assert first["server"] == second["server"]
+        server = parent_of(first["parent"])
+        assert server == parent_of(second["parent"])
+        assert first["parent"] != second["parent"], "their programs would be ranks of one job"
         end(workers[0])
         ended(first["fork"])
         assert Path("/proc", second["fork"]).exists()
         end(workers[1])
         ended(second["fork"])
-        assert Path("/proc", second["server"]).exists()
+        assert Path("/proc", server).exists()
         run.kill()
-    ended(second["server"])
+    ended(server)
+
+
+def parent_of(pid: str) -> str:
+    return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1]
 
 
 def end(worker: subprocess.Popen[str]) -> None:
