@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -36,7 +35,7 @@ class Demo:
         self._fault = fault
         self._folder = ""
         self._port = _free_port()
-        self._launcher = 0
+        self._ranks: list[int] = []
         self._running: set[int] = set()
         self._statuses: dict[int, int] = {}
         """Exit status of each ended process, negative for a signal."""
@@ -45,13 +44,16 @@ class Demo:
         """Start the job. Raises DistdiagError."""
         self._folder = tempfile.mkdtemp(prefix="distdiag-demo-")
         try:
-            for name in ("train.py", "ranks.py", "prepare.py"):
+            for name in ("train.py", "prepare.py"):
                 text = resources.files(__package__).joinpath(name).read_bytes()
                 Path(self._folder, name).write_bytes(text)
             if self._fault == "hang":
-                pid = self._start_python("prepare.py")
+                pid = self._start_python("prepare.py", {})
                 self._wait_until(lambda: getattr(procs.read(pid), "state", "") == "T")
-            self._launcher = self._start_python("ranks.py", os.path.join(self._folder, "train.py"), self._fault)
+            job = {"WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
+            job |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            for rank in map(str, range(_RANKS)):
+                self._ranks.append(self._start_python("train.py", {**job, "RANK": rank, "LOCAL_RANK": rank}))
         except BaseException:  # Ctrl-C as well
             self.__exit__()
             raise
@@ -59,7 +61,7 @@ class Demo:
 
     def __exit__(self, *_: object) -> None:
         for pid in self._running:
-            os.kill(pid, signal.SIGTERM if pid == self._launcher else signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -71,7 +73,7 @@ class Demo:
     def command(self) -> list[str]:
         """Return the words after `distdiag` that find the fault."""
         return {
-            "hang": ["hang", self._pid(0)],
+            "hang": ["hang", str(self._ranks[0])],
             "crash": ["logs", self.log],
             "nan": ["overflow", "--nproc", "1", "--", os.path.join(self._folder, "train.py"), "nan"],
             "slow": ["pyspy-all", "--job", f"127.0.0.1:{self._port}", "--samples", "20", "--interval", "0.2"],
@@ -81,13 +83,13 @@ class Demo:
         """Wait until the job shows its fault. Raises DistdiagError if its ranks end before."""
         with Progress() as progress:
             progress.news(f"starting {_RANKS} ranks on the CPU; importing torch takes a few seconds")
-            self._wait_until(lambda: all(map(self._pid, range(_RANKS))))
+            self._wait_until(lambda: all(os.path.exists(f"{self._folder}/ready-{rank}") for rank in range(_RANKS)))
             if self._fault in ("crash", "nan"):
                 self._wait_until(lambda: not self._running)
 
     def wait_for_fix(self) -> None:
         """Wait until all ranks have finished; for ever where no fix of a running job exists."""
-        while self._fault != "hang" or self._statuses.get(self._launcher) != 0:
+        while self._fault != "hang" or any(self._statuses.get(pid) != 0 for pid in self._ranks):
             time.sleep(_TURN_S)
             self._reap()
 
@@ -99,19 +101,11 @@ class Demo:
             self._reap()
         return self._statuses[pid]
 
-    def _pid(self, rank: int) -> str:
-        """Return the process id of a rank once it has reached its fault, and "" before."""
-        with contextlib.suppress(FileNotFoundError):
-            return Path(self._folder, f"ready-{rank}").read_text()
-        return ""
-
-    def _start_python(self, script: str, *words: str) -> int:
+    def _start_python(self, script: str, more: Mapping[str, str]) -> int:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHER_LAUNCHERS)}
-        job = {"WORLD_SIZE": str(_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), "rANK": "0"}
-        job |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        argv = [users_python()[0], os.path.join(self._folder, script), self._fault]
         with open(self.log, "ab") as log:
-            argv = [users_python()[0], os.path.join(self._folder, script), *words]
-            return self._start(argv, {**kept, **job}, log.fileno())
+            return self._start(argv, {**kept, **more}, log.fileno())
 
     def _start(self, argv: Sequence[str], env: Mapping[str, str], output: int | None = None) -> int:
         pid = child_job.start(argv, set(), env=env, stdout=output, stderr=output)
@@ -123,7 +117,8 @@ class Demo:
         deadline = time.monotonic() + _START_S
         while not is_reached():
             self._reap()
-            if time.monotonic() > deadline or (self._launcher in self._statuses and not self._pid(0)):
+            early = [pid for pid in self._ranks if pid in self._statuses]
+            if time.monotonic() > deadline or (early and not os.path.exists(f"{self._folder}/ready-0")):
                 raise self._not_started()
             time.sleep(_TURN_S)
 

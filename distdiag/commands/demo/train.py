@@ -1,6 +1,6 @@
 """Train a small model on the CPU with one fault: `train.py hang|crash|nan|slow`, once for each rank.
 
-`distdiag demo` starts four ranks. At step 3, with the fault, each writes its pid to ready-RANK beside this file.
+`distdiag demo` starts four ranks. At step 3, with the fault, each creates ready-RANK beside this file.
 """
 
 import fcntl
@@ -62,7 +62,7 @@ def main() -> None:
     model = torch.nn.Sequential(Attention(), torch.nn.Linear(16, 1))
     for step in range(STEPS):
         if step == 3:
-            (HERE / f"ready-{RANK}").write_text(str(os.getpid()))
+            (HERE / f"ready-{RANK}").touch()
         loss = train_step(model, load_batch(step))
         if RANK == 0:
             print(f"step {step}: loss {loss:.3g}", flush=True)

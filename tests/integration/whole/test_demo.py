@@ -92,11 +92,11 @@ distributed = sys.modules["torch.distributed"] = Has(init_process_group=lambda _
 
 
 def all_started(place: dict[str, str], folder: Path) -> pexpect.spawn[str]:
-    """Start a demo, and wait for the processes of all ranks, of their launcher and of the lock."""
+    """Start a demo, and wait for the processes of all ranks and of the lock."""
     (folder / "torch.py").write_text(_TORCH)
     env = {**os.environ, **place, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
     demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env=env, encoding="utf-8", timeout=PATIENCE_S)
-    wait_until(lambda: len(processes_below(Path(place["TMPDIR"]))) == 6, PATIENCE_S, lambda: "they do not start")
+    wait_until(lambda: len(processes_below(Path(place["TMPDIR"]))) == 5, PATIENCE_S, lambda: "they do not start")
     return demo
 
 
