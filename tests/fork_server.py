@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from types import CodeType
 
 _AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "MKL_")
@@ -33,7 +33,7 @@ _PID_NAMESPACE = 0x20000000
 _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.sbrk.restype = ctypes.c_void_p
-_SET_MM, _SET_MM_MAP = 35, 14  # prctl(2)
+_SET_NAME, _SET_MM, _SET_MM_MAP = 15, 35, 14  # prctl(2)
 
 
 class Program(subprocess.Popen[str]):
@@ -74,13 +74,19 @@ class Program(subprocess.Popen[str]):
 
 
 class ForkServer:
-    """A process that has imported `loads`, and what its forks had to import if it `learns`; ends with this one."""
+    """A process that has imported `loads`, and what its forks had to import if it `learns`; ends with this one.
 
-    def __init__(self, loads: Sequence[str], env: Mapping[str, str], *, learns: bool = False) -> None:
+    `children`: those of its forks are forks, too, see fork_children.
+    """
+
+    def __init__(
+        self, loads: Sequence[str], env: Mapping[str, str], *, learns: bool = False, children: bool = False
+    ) -> None:
         self._env = dict(env)
         self._connection, theirs = socket.socketpair()
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fork_server; "
-        code += f"exec(*fork_server.serve({theirs.fileno()}, {list(loads)}, {learns}))"
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fork_server, fork_children; "
+        code += "fork_children.run" if children else "exec"
+        code += f"(*fork_server.serve({theirs.fileno()}, {list(loads)}, {learns}, {children}))"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],
@@ -92,11 +98,18 @@ class ForkServer:
         atexit.register(self._close)
 
     def fork(
-        self, argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int | IO[Any]], node: int = 0
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        streams: Sequence[int | IO[Any]],
+        node: int = 0,
+        *,
+        for_children: Collection[str] = (),
     ) -> Program | None:
         """Fork a script with these streams, as of Popen. None: it has to be started as usual, it is another program.
 
-        `argv` may begin with words of nsenter or env. `node`: a process whose namespaces it gets.
+        `argv` may begin with words of nsenter or env. `node`: a process whose namespaces it gets. `for_children`:
+        variables that have to take effect in its children only.
         """
         words, changed = list(argv), dict(env)
         if words[0] == "nsenter":
@@ -114,7 +127,8 @@ class ForkServer:
                     changed[name] = value
         if Path(words[0]).parent == Path(sys.executable).parent and words[0] != sys.executable:
             words.insert(0, sys.executable)  # a script such as torchrun
-        if words[0] != sys.executable or words[1].startswith("-") or _of_start(changed) != _of_start(self._env):
+        own = {**changed, **{name: self._env.get(name, "") for name in for_children}}
+        if words[0] != sys.executable or words[1].startswith("-") or not starts_alike(own, self._env):
             return None
         priority = os.getpriority(os.PRIO_PROCESS, 0)
         message = {"argv": words, "env": changed, "node": node, "cwd": cwd, "priority": priority}
@@ -130,11 +144,16 @@ class ForkServer:
         self._process.wait(20)
 
 
+def starts_alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether Python starts alike with both."""
+    return _of_start(one) == _of_start(other)
+
+
 def _of_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_AT_START)}
+    return {name: value for name, value in environment.items() if value and name.startswith(_AT_START)}
 
 
-def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, Any]]:
+def serve(fd: int, loads: list[str], learns: bool, children: bool) -> tuple[CodeType, dict[str, Any]]:
     """Fork for each message; return in the forks, with the program and its namespace. Ends with the connection."""
     del sys.path[0]
     gc.disable()  # imports make no garbage
@@ -168,6 +187,8 @@ def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, 
                 atexit.register(_report_modules, writing, set(sys.modules))
             else:
                 os.close(writing)
+            if children:
+                subprocess.Popen = sys.modules["fork_children"].Forking  # type: ignore[misc]
             return _become(*asked)
 
 
@@ -216,6 +237,11 @@ def _end_all(running: dict[int, socket.socket]) -> None:
     os._exit(0)
 
 
+def name_process(name: str) -> None:
+    """Set what ps shows, as a start does."""
+    _LIBC.prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
 def _fork(node: int) -> int:
     """Fork; the child is in the pid namespace of the node."""
     if node:
@@ -252,14 +278,14 @@ def _become(message: dict[str, Any], fds: list[int]) -> tuple[CodeType, dict[str
     sys.orig_argv[:] = message["argv"]
     script = Path(sys.argv[0])
     sys.path[0] = str(script.parent)
-    _show(message["argv"], message["env"])
+    show(message["argv"], message["env"])
     namespace = sys.modules["__main__"].__dict__
-    del namespace["fork_server"], namespace["sys"]
+    del namespace["fork_server"], namespace["fork_children"], namespace["sys"]
     namespace["__file__"] = str(script)
     return compile(script.read_bytes(), str(script), "exec"), namespace
 
 
-def _show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have /proc show these as this process's arguments and environment."""
     shown = os.fsencode("".join(f"{word}\0" for word in arguments)), _lines(environment)
     size = sum(map(len, shown))
