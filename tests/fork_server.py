@@ -33,7 +33,7 @@ _PID_NAMESPACE = 0x20000000
 _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.sbrk.restype = ctypes.c_void_p
-_SET_NAME, _SET_MM, _SET_MM_MAP = 15, 35, 14  # prctl(2)
+_SET_MM, _SET_MM_MAP = 35, 14  # prctl(2)
 
 
 class Program(subprocess.Popen[str]):
@@ -74,19 +74,13 @@ class Program(subprocess.Popen[str]):
 
 
 class ForkServer:
-    """A process that has imported `loads`, and what its forks had to import if it `learns`; ends with this one.
+    """A process that has imported `loads`, and what its forks had to import if it `learns`; ends with this one."""
 
-    `children`: those of its forks are forks, too, see fork_children.
-    """
-
-    def __init__(
-        self, loads: Sequence[str], env: Mapping[str, str], *, learns: bool = False, children: bool = False
-    ) -> None:
+    def __init__(self, loads: Sequence[str], env: Mapping[str, str], *, learns: bool = False) -> None:
         self._env = dict(env)
         self._connection, theirs = socket.socketpair()
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fork_server, fork_children; "
-        code += "fork_children.run" if children else "exec"
-        code += f"(*fork_server.serve({theirs.fileno()}, {list(loads)}, {learns}, {children}))"
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fork_server; "
+        code += f"exec(*fork_server.serve({theirs.fileno()}, {list(loads)}, {learns}))"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],
@@ -153,7 +147,7 @@ def _of_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if value and name.startswith(_AT_START)}
 
 
-def serve(fd: int, loads: list[str], learns: bool, children: bool) -> tuple[CodeType, dict[str, Any]]:
+def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, Any]]:
     """Fork for each message; return in the forks, with the program and its namespace. Ends with the connection."""
     del sys.path[0]
     gc.disable()  # imports make no garbage
@@ -187,8 +181,6 @@ def serve(fd: int, loads: list[str], learns: bool, children: bool) -> tuple[Code
                 atexit.register(_report_modules, writing, set(sys.modules))
             else:
                 os.close(writing)
-            if children:
-                subprocess.Popen = sys.modules["fork_children"].Forking  # type: ignore[misc]
             return _become(*asked)
 
 
@@ -237,11 +229,6 @@ def _end_all(running: dict[int, socket.socket]) -> None:
     os._exit(0)
 
 
-def name_process(name: str) -> None:
-    """Set what ps shows, as a start does."""
-    _LIBC.prctl(_SET_NAME, name.encode()[:15], 0, 0, 0)
-
-
 def _fork(node: int) -> int:
     """Fork; the child is in the pid namespace of the node."""
     if node:
@@ -278,14 +265,14 @@ def _become(message: dict[str, Any], fds: list[int]) -> tuple[CodeType, dict[str
     sys.orig_argv[:] = message["argv"]
     script = Path(sys.argv[0])
     sys.path[0] = str(script.parent)
-    show(message["argv"], message["env"])
+    _show(message["argv"], message["env"])
     namespace = sys.modules["__main__"].__dict__
-    del namespace["fork_server"], namespace["fork_children"], namespace["sys"]
+    del namespace["fork_server"], namespace["sys"]
     namespace["__file__"] = str(script)
     return compile(script.read_bytes(), str(script), "exec"), namespace
 
 
-def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+def _show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have /proc show these as this process's arguments and environment."""
     shown = os.fsencode("".join(f"{word}\0" for word in arguments)), _lines(environment)
     size = sum(map(len, shown))

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from support import Result
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""As in ranks on a CPU."""
 _ENOUGH_OF_TORCH = """
 import sys
 from types import SimpleNamespace as Has
@@ -40,12 +38,6 @@ distributed = sys.modules["torch.distributed"] = Has(is_available=lambda: True)
 @functools.cache
 def _server() -> ForkServer:
     return ForkServer(["distdiag.__main__"], os.environ, learns=True)
-
-
-@functools.cache
-def _server_with_torch() -> ForkServer:
-    loads, env = ("torch", "torch.distributed", "distdiag.__main__"), {**os.environ, **_ONE_THREAD}
-    return ForkServer(loads, env, learns=True, children=True)
 
 
 def run_script(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -65,23 +57,16 @@ def run_script(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> s
 
 
 class WarmRunning(Running):
-    """A distdiag forked by the server of this test process, or started where it cannot be; several may run at once.
+    """A distdiag forked by the server of this test process, or started where it cannot be; several may run at once."""
 
-    `torch`: its agents and their ranks on this machine are forks, too, and have torch; their stacks begin with its own.
-    """
-
-    def __init__(
-        self, *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = (), torch: bool = False
-    ) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, "COLUMNS": "80", **(env or {}), support._MARK: self.mark}
-        environment |= _ONE_THREAD if torch else {}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        server = _server_with_torch() if torch else _server()
         # gpu-test imports nothing that a user may have put there; its ranks do.
         ranks = ("PYTHONPATH",) if arguments[0] == "gpu-test" else ()
         argv = [*wrap, PROGRAM, *arguments]
-        process = server.fork(argv, environment, (out_end, err_end), for_children=ranks)
+        process = _server().fork(argv, environment, (out_end, err_end), for_children=ranks)
         os.close(out_end)
         os.close(err_end)
         if process is None:
@@ -99,23 +84,17 @@ class WarmRunning(Running):
         self._listener.start()
 
 
-def distdiag(
-    *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = (), torch: bool = False
-) -> Result:
+def distdiag(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
     """Run distdiag to its end."""
-    return WarmRunning(*arguments, env=env, wrap=wrap, torch=torch).finish()
+    return WarmRunning(*arguments, env=env, wrap=wrap).finish()
 
 
 def gpu_test(
-    *arguments: str,
-    env: dict[str, str] | None = None,
-    wrap: tuple[str, ...] = (),
-    computes: bool = False,
-    torch: bool = False,
+    *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = (), computes: bool = False
 ) -> Result:
     """Run gpu-test on the CPU with a small buffer, without its products unless it `computes`, and read its JSON."""
     typed = ["--json", "--size", "4MiB", *([] if computes else ["--no-compute"]), *arguments]
-    return distdiag("gpu-test", *typed, env=env, wrap=wrap, torch=torch)
+    return distdiag("gpu-test", *typed, env=env, wrap=wrap)
 
 
 def enough_of_torch(folder: Path) -> dict[str, str]:

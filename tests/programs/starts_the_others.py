@@ -35,7 +35,7 @@ def is_started(ranks: range) -> bool:
         if os.fork() == 0:
             die_with_parent()
             os.environ.update(place)
-            fork_server.show(sys.orig_argv, os.environ)
+            fork_server._show(sys.orig_argv, os.environ)
             return True
     return False
 

@@ -26,7 +26,7 @@ QUICK = ("--min-time", "0.02", "--device", "cpu")
 
 
 def bench(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
-    return distdiag("allreduce-bench", "--json", *QUICK, *arguments, env=env, wrap=wrap, torch=True)
+    return distdiag("allreduce-bench", "--json", *QUICK, *arguments, env=env, wrap=wrap)
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     folder = tmp_path_factory.mktemp("every")
     plain = distdiag(
         "allreduce-bench", *QUICK, "--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", "bfloat16",
-        "--save", str(folder / "kept"), env={"NO_COLOR": "1"}, torch=True,
+        "--save", str(folder / "kept"), env={"NO_COLOR": "1"},
     )  # fmt: skip
     return Kept(folder, plain, distdiag("allreduce-bench", "--json", "--from", str(folder / "kept")))
 
@@ -113,7 +113,6 @@ def test_what_is_slower_than_in_an_earlier_run_is_measured_again_and_ctrl_c_keep
         "float16",
         "--compare",
         faster,
-        torch=True,
     )
     run.wait_for("measuring 1 operation with slower rows again")
     os.kill(run.process.pid, signal.SIGINT)

@@ -82,7 +82,7 @@ def test_nccl_debug_keeps_what_each_rank_prints_also_one_that_is_killed() -> Non
 
 def assert_killed(stage: str, *arguments: str) -> Result:
     """Kill rank 1 in this stage: that is found, and nothing else."""
-    result = gpu_test("--nproc", "2", "--inject", f"kill:1@{stage}", *arguments, torch=stage != "start")
+    result = gpu_test("--nproc", "2", "--inject", f"kill:1@{stage}", *arguments)
     check(result.out, 1)
     assert list(result.findings) == ["rank-died"]
     finding = result.findings["rank-died"]
@@ -95,7 +95,7 @@ def assert_killed(stage: str, *arguments: str) -> Result:
 
 @pytest.mark.timed
 def test_a_death_is_reported_at_once() -> None:
-    run = WarmRunning("gpu-test", "--nproc", "2", "--json", "--no-compute", "--inject", "late:0@agree", torch=True)
+    run = WarmRunning("gpu-test", "--nproc", "2", "--json", "--no-compute", "--inject", "late:0@agree")
     run.wait_for("agree: all ranks")
     killed = run.pid_of_rank(1)
     os.kill(killed, signal.SIGKILL)
@@ -120,13 +120,13 @@ def held_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str
     runs: dict[tuple[str, int, str], WarmRunning] = {}
     try:
         # The buffer is large so that the reduction is still under way when the signal comes.
-        run = runs["signal", 1, "reduce"] = WarmRunning(*RUN, "--size", "256MiB", "--nproc", "2", torch=True)
+        run = runs["signal", 1, "reduce"] = WarmRunning(*RUN, "--size", "256MiB", "--nproc", "2")
         run.wait_for("reduce: all ranks")
         os.kill(run.pid_of_rank(1), signal.SIGSTOP)
         for kind, rank, stage in HELD_UP:
             env = no_torch_yet if stage in ("start", "connect") else {}
             fault = ("--inject", f"{kind}:{rank}@{stage}")
-            run = WarmRunning(*RUN, "--size", "4MiB", "--nproc", "2", *fault, env=env, torch=not env)
+            run = WarmRunning(*RUN, "--size", "4MiB", "--nproc", "2", *fault, env=env)
             runs[kind, rank, stage] = run
             run.wait_for(f"{stage}: all ranks")
         yield {case: run.finish() for case, run in runs.items()}
@@ -163,7 +163,7 @@ def test_a_rank_that_another_program_stops_amid_a_collective_is_named(
 
 
 def test_one_changed_element_is_found_although_gloo_is_content() -> None:
-    result = gpu_test("--nproc", "3", "--inject", "corrupt:2", torch=True)
+    result = gpu_test("--nproc", "3", "--inject", "corrupt:2")
     assert result.code == 1
     assert list(result.findings) == ["wrong-result"]
     finding = result.findings["wrong-result"]
@@ -176,7 +176,7 @@ def test_one_changed_element_is_found_although_gloo_is_content() -> None:
 
 def test_another_dtype_of_a_minority_is_found_before_the_collective(tmp_path: Path) -> None:
     # A draw is tested with allreduce-bench.
-    result = gpu_test("--nproc", "3", "--inject", "dtype:1", "--save", str(tmp_path), torch=True)
+    result = gpu_test("--nproc", "3", "--inject", "dtype:1", "--save", str(tmp_path))
     assert result.code == 1
     assert list(result.findings) == ["mismatch"]
     finding = result.findings["mismatch"]
@@ -208,7 +208,7 @@ def test_a_rank_without_torch_is_named_with_its_python(tmp_path: Path) -> None:
 
 
 def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
-    result = gpu_test("--nproc", "2", "--inject", "wrong-compute:1", computes=True, torch=True)
+    result = gpu_test("--nproc", "2", "--inject", "wrong-compute:1", computes=True)
     # A busy machine pauses ranks, too.
     assert (result.code, set(result.findings) - {"rank-paused"}) == (1, {"wrong-compute"})
     assert result.findings["wrong-compute"]["where"]["ranks"] == [1]

@@ -26,7 +26,7 @@ PAIRS = (*FOUR, "--no-compute")
 
 
 def begin(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> WarmRunning:
-    return WarmRunning("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments, env=env, wrap=wrap, torch=True)
+    return WarmRunning("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments, env=env, wrap=wrap)
 
 
 def isolate(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
