@@ -167,14 +167,21 @@ def small_shm_and_all_temporary_directories_read_only() -> Iterator[tuple[str, .
         yield wrap
 
 
-def test_a_small_dev_shm_is_a_warning_and_a_read_only_temporary_directory_matters_only_for_logs(
+def test_one_changed_element_is_found_although_gloo_is_content_and_a_small_dev_shm_is_a_warning_beside_it(
     small_shm_and_all_temporary_directories_read_only: tuple[str, ...],
 ) -> None:
+    """A read-only temporary directory matters only for logs."""
     wrap = small_shm_and_all_temporary_directories_read_only
-    result = gpu_test("--strict", wrap=wrap)
-    # That the exit is 0 without --strict is tested with own names on loopback.
-    assert (result.code, result.report["verdict"], result.statuses) == (1, "warn", ["ok", "ok"])
-    assert list(result.findings) == ["shm-small"]
+    result = gpu_test("--nproc", "3", "--inject", "corrupt:2", wrap=wrap)
+    assert (result.code, result.statuses) == (1, ["ok", "ok", "failed"])
+    assert {one: found["level"] for one, found in result.findings.items()} == {
+        "wrong-result": "fail", "shm-small": "warn",
+    }  # fmt: skip
+    finding = result.findings["wrong-result"]
+    assert finding["where"]["ranks"] == [2]
+    middle = 4 * 2**20 // 4 // 2
+    assert f"1 wrong element, first at index {middle}" in finding["title"]
+    assert f"1 of {2 * middle} elements, the first at index {middle}" in finding["detail"]
     assert result.report["data"]["computed"] == {}
     result = gpu_test("--nccl-debug", wrap=wrap)
     assert result.code == 3
