@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from types import CodeType
 
 _AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "MKL_")
@@ -112,11 +112,18 @@ class ForkServer:
         )
 
     def fork(
-        self, argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int | IO[Any]], node: int = 0
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        streams: Sequence[int | IO[Any]],
+        node: int = 0,
+        *,
+        for_children: Collection[str] = (),
     ) -> Program | None:
         """Fork a script with these streams, as of Popen. None: it has to be started as usual, it is another program.
 
-        `argv` may begin with words of nsenter or env. `node`: a process whose namespaces it gets.
+        `argv` may begin with words of nsenter or env. `node`: a process whose namespaces it gets. `for_children`:
+        variables that have to take effect in its children only.
         """
         words, changed = list(argv), dict(env)
         if words[0] == "nsenter":
@@ -134,7 +141,8 @@ class ForkServer:
                     changed[name] = value
         if Path(words[0]).parent == Path(sys.executable).parent and words[0] != sys.executable:
             words.insert(0, sys.executable)  # a script such as torchrun
-        if words[0] != sys.executable or words[1].startswith("-") or _of_start(changed) != _of_start(self._env):
+        own = {**changed, **{name: self._env.get(name, "") for name in for_children}}
+        if words[0] != sys.executable or words[1].startswith("-") or not starts_alike(own, self._env):
             return None
         priority = os.getpriority(os.PRIO_PROCESS, 0)
         os.umask(umask := os.umask(0))
@@ -161,8 +169,13 @@ def _connect(connection: socket.socket, address: str) -> None:
     raise ConnectionRefusedError(address)
 
 
+def starts_alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether Python starts alike with both."""
+    return _of_start(one) == _of_start(other)
+
+
 def _of_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_AT_START)}
+    return {name: value for name, value in environment.items() if value and name.startswith(_AT_START)}
 
 
 def serve(fd: int, loads: list[str], learns: bool, run: int) -> tuple[CodeType, dict[str, Any]]:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Ranks need less than 25 s for torch beside eight busy processes; such a rank is no fault.
 RUN = ("gpu-test", "--json", "--no-compute", "--stall", "25")
-# A stopped rank and a late one are the same to the others; so are agree, memory and done. For reduce see below.
-HELD_UP = (("stop", 0, "start"), ("late", 1, "connect"), ("stop", 0, "init"), ("late", 0, "done"))
+# To the others a stopped rank is like a late one, and connect like agree, memory and done. For reduce see below.
+HELD_UP = (("stop", 0, "start"), ("late", 1, "connect"), ("stop", 0, "init"))
 
 
 @pytest.mark.timed
@@ -67,35 +67,20 @@ def test_a_torch_that_loads_and_loads_is_slow_and_one_that_does_nothing_is_stuck
 
 
 # In agree it is killed below, from outside; amid a collective with allreduce-bench.
-def test_a_rank_killed_before_it_has_torch_is_named_with_signal_and_stage() -> None:
-    assert_killed("start")
-
-
-def test_nccl_debug_keeps_what_each_rank_prints_also_one_that_is_killed() -> None:
-    result = assert_killed("memory", "--nccl-debug")
-    folder = Path(next(iter(result.report["data"]["log_dirs"].values())))
-    try:
-        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.log", "rank-1.log"]
-    finally:
-        shutil.rmtree(folder)
-
-
-def assert_killed(stage: str, *arguments: str) -> Result:
-    """Kill rank 1 in this stage: that is found, and nothing else."""
-    result = gpu_test("--nproc", "2", "--inject", f"kill:1@{stage}", *arguments)
+def test_a_rank_killed_before_it_has_torch_is_named_with_signal_and_stage(tmp_path: Path) -> None:
+    result = gpu_test("--nproc", "2", "--inject", "kill:1@start", env=enough_of_torch(tmp_path))
     check(result.out, 1)
     assert list(result.findings) == ["rank-died"]
     finding = result.findings["rank-died"]
     assert finding["where"]["ranks"] == [1]
     assert "SIGKILL" in finding["title"]
-    assert f"in stage {stage} " in finding["title"]
+    assert "in stage start " in finding["title"]
     assert result.statuses == ["waiting", "died"]
-    return result
 
 
 @pytest.mark.timed
-def test_a_death_is_reported_at_once() -> None:
-    run = WarmRunning("gpu-test", "--nproc", "2", "--json", "--no-compute", "--inject", "late:0@agree")
+def test_a_death_is_reported_at_once_and_nccl_debug_keeps_what_the_dead_rank_printed() -> None:
+    run = WarmRunning("gpu-test", "--nproc", "2", "--json", "--no-compute", "--nccl-debug", "--inject", "late:0@agree")
     run.wait_for("agree: all ranks")
     killed = run.pid_of_rank(1)
     os.kill(killed, signal.SIGKILL)
@@ -111,6 +96,11 @@ def test_a_death_is_reported_at_once() -> None:
         "ranks": [1],
         "pids": [killed],
     }
+    folder = Path(next(iter(result.report["data"]["log_dirs"].values())))
+    try:
+        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.log", "rank-1.log"]
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +110,13 @@ def held_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str
     runs: dict[tuple[str, int, str], WarmRunning] = {}
     try:
         # The buffer is large so that the reduction is still under way when the signal comes.
-        run = runs["signal", 1, "reduce"] = WarmRunning(*RUN, "--size", "768MiB", "--nproc", "2")
+        run = runs["signal", 1, "reduce"] = WarmRunning(*RUN, "--size", "256MiB", "--nproc", "2")
         run.wait_for("reduce: all ranks")
         os.kill(run.pid_of_rank(1), signal.SIGSTOP)
         for kind, rank, stage in HELD_UP:
             env = no_torch_yet if stage in ("start", "connect") else {}
-            run = WarmRunning(*RUN, "--size", "4MiB", "--nproc", "2", "--inject", f"{kind}:{rank}@{stage}", env=env)
+            fault = ("--inject", f"{kind}:{rank}@{stage}")
+            run = WarmRunning(*RUN, "--size", "4MiB", "--nproc", "2", *fault, env=env)
             runs[kind, rank, stage] = run
             run.wait_for(f"{stage}: all ranks")
         yield {case: run.finish() for case, run in runs.items()}
@@ -161,18 +152,6 @@ def test_a_rank_that_another_program_stops_amid_a_collective_is_named(
     assert_held_up(held_up["signal", 1, "reduce"], 1, "reduce")
 
 
-def test_one_changed_element_is_found_although_gloo_is_content() -> None:
-    result = gpu_test("--nproc", "3", "--inject", "corrupt:2")
-    assert result.code == 1
-    assert list(result.findings) == ["wrong-result"]
-    finding = result.findings["wrong-result"]
-    assert finding["where"]["ranks"] == [2]
-    middle = 4 * 2**20 // 4 // 2
-    assert f"1 wrong element, first at index {middle}" in finding["title"]
-    assert f"1 of {2 * middle} elements, the first at index {middle}" in finding["detail"]
-    assert result.statuses == ["ok", "ok", "failed"]
-
-
 def test_another_dtype_of_a_minority_is_found_before_the_collective(tmp_path: Path) -> None:
     # A draw is tested with allreduce-bench.
     result = gpu_test("--nproc", "3", "--inject", "dtype:1", "--save", str(tmp_path))
@@ -204,11 +183,3 @@ def test_a_rank_without_torch_is_named_with_its_python(tmp_path: Path) -> None:
     assert finding["fix"]["commands"][0].endswith("-m pip install torch")
     assert result.statuses == ["failed", "waiting", "waiting"]
     assert result.report["data"]["versions"]["torch"], "the others had come far enough to tell"
-
-
-def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
-    result = gpu_test("--nproc", "2", "--inject", "wrong-compute:1", computes=True)
-    # A busy machine pauses ranks, too.
-    assert (result.code, set(result.findings) - {"rank-paused"}) == (1, {"wrong-compute"})
-    assert result.findings["wrong-compute"]["where"]["ranks"] == [1]
-    assert "1 element of a 384x384 float32 product changed in repetition 2" in result.findings["wrong-compute"]["title"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from cluster_netns import end_holder, line_of, start_holder
 from support import PROGRAM, Running, need_mounts
 from support_warm import distdiag, enough_of_torch, gpu_test
 
@@ -143,23 +145,43 @@ def test_distdiag_works_where_there_is_no_torch(python_without_torch: Path) -> N
     assert finding["fix"]["commands"] == [f"{python_without_torch} -m pip install torch"]
 
 
-def _small_shm_and_all_temporary_directories_read_only() -> tuple[str, ...]:
+@contextlib.contextmanager
+def apart(kind: str, script: str) -> Iterator[tuple[str, ...]]:
+    """Hold namespaces that a script has changed; what to put before a command to run it there."""
     need_mounts()
-    places = {"/tmp", "/var/tmp", "/usr/tmp", os.getcwd()}
-    script = "mount -t tmpfs -o size=1m none /dev/shm && " + "".join(
-        f"mount --bind {place} {place} && mount -o remount,bind,ro {place} && "
-        for place in sorted(places)
-        if os.path.isdir(place)
+    holder = start_holder(["unshare", kind, "sh", "-ec", f"{script}\necho ready; exec cat >/dev/null"])
+    try:
+        assert line_of(holder) == "ready"
+        yield ("nsenter", "-t", str(holder.pid), kind, "--", "env", "-C", os.getcwd())
+    finally:
+        end_holder(holder)
+
+
+@pytest.fixture
+def small_shm_and_all_temporary_directories_read_only() -> Iterator[tuple[str, ...]]:
+    places = [place for place in ("/tmp", "/var/tmp", "/usr/tmp", os.getcwd()) if os.path.isdir(place)]
+    script = "mount -t tmpfs -o size=1m none /dev/shm\n" + "".join(
+        f"mount --bind {place} {place}; mount -o remount,bind,ro {place}\n" for place in places
     )
-    return ("unshare", "-m", "sh", "-c", script + 'exec "$@"', "sh")
+    with apart("-m", script) as wrap:
+        yield wrap
 
 
-def test_a_small_dev_shm_is_a_warning_and_a_read_only_temporary_directory_matters_only_for_logs() -> None:
-    wrap = _small_shm_and_all_temporary_directories_read_only()
-    result = gpu_test("--strict", wrap=wrap)
-    # That the exit is 0 without --strict is tested with own names on loopback.
-    assert (result.code, result.report["verdict"], result.statuses) == (1, "warn", ["ok", "ok"])
-    assert list(result.findings) == ["shm-small"]
+def test_one_changed_element_is_found_although_gloo_is_content_and_a_small_dev_shm_is_a_warning_beside_it(
+    small_shm_and_all_temporary_directories_read_only: tuple[str, ...],
+) -> None:
+    """A read-only temporary directory matters only for logs."""
+    wrap = small_shm_and_all_temporary_directories_read_only
+    result = gpu_test("--nproc", "3", "--inject", "corrupt:2", wrap=wrap)
+    assert (result.code, result.statuses) == (1, ["ok", "ok", "failed"])
+    assert {one: found["level"] for one, found in result.findings.items()} == {
+        "wrong-result": "fail", "shm-small": "warn",
+    }  # fmt: skip
+    finding = result.findings["wrong-result"]
+    assert finding["where"]["ranks"] == [2]
+    middle = 4 * 2**20 // 4 // 2
+    assert f"1 wrong element, first at index {middle}" in finding["title"]
+    assert f"1 of {2 * middle} elements, the first at index {middle}" in finding["detail"]
     assert result.report["data"]["computed"] == {}
     result = gpu_test("--nccl-debug", wrap=wrap)
     assert result.code == 3
@@ -234,10 +256,19 @@ def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks(stopped:
     assert "does not respond: it is stopped" in result.report["error"]["message"]
 
 
-@pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-", "2> >(head -1 >/dev/null)"])
-def test_a_stderr_that_nobody_reads_changes_nothing(redirect: str, broken_torch: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("redirect", "commands"),
+    [
+        ("2>/dev/full", {"--nproc 1 --size 1MiB": 1, "--inject x": 2, "--bogus": 2}),
+        ("2>&-", {"--nproc 1 --size 1MiB": 1}),
+        ("2> >(head -1 >/dev/null)", {"--nproc 1 --size 1MiB": 1}),
+    ],
+)
+def test_a_stderr_that_nobody_reads_changes_nothing(
+    redirect: str, commands: dict[str, int], broken_torch: dict[str, str]
+) -> None:
     env = {**os.environ, **broken_torch}
-    for arguments, code in (("--nproc 1 --size 1MiB", 1), ("--inject x", 2), ("--bogus", 2)):
+    for arguments, code in commands.items():
         command = f"{PROGRAM} gpu-test --json {arguments} {redirect}"
         done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (code, code)
@@ -252,8 +283,8 @@ def test_too_few_descriptors_is_no_fault_of_the_job() -> None:
 
 
 def test_a_machine_without_loopback_is_told_so(tmp_path: Path) -> None:
-    need_mounts()
-    result = gpu_test("--stall", "20", wrap=("unshare", "-n"), env=enough_of_torch(tmp_path))
+    with apart("-n", "") as wrap:
+        result = gpu_test("--stall", "20", wrap=wrap, env=enough_of_torch(tmp_path))
     assert result.code == 1
     (finding,) = result.findings.values()
     assert finding["fix"]["commands"] == ["ip route show", "ip link set lo up"]

@@ -50,7 +50,7 @@ def run(network: Network, command: str, *arguments: str) -> Result:
 
 def test_a_node_that_resets_connections_after_8_mb_is_accused_by_the_two_others(network: Network, third: Node) -> None:
     third.in_firewall("input", INPUT, "tcp dport != 29500 quota over 8 mbytes reject with tcp reset")
-    result = run(network, "gpu-test", "--nproc", "1", "--size", "64MiB", "--stall", "60", "--master-port", "29500")
+    result = run(network, "gpu-test", "--nproc", "1", "--size", "16MiB", "--stall", "60", "--master-port", "29500")
     assert result.code == 1
     (found,) = result.findings.values()
     assert found["id"] == "gpu-test.connections-cut"

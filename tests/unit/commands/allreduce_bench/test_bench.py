@@ -173,7 +173,8 @@ def reported(
     sizes = request.sizes or ()
     name = "cpu" if plan.device is Device.CPU else "NVIDIA H100 80GB HBM3"
     traces = []
-    for rank in range(plan.nproc):
+    hosts = [share.host for share in plan.shares for _ in range(share.nproc)]
+    for rank, host in enumerate(hosts):
         events = [_event("start", started={"device": str(plan.device), "device_name": name, "torch": "2.13"})]
         for number, seconds in times_s.items():
             late = (late_s or {}).get(rank, 0.0)
@@ -185,7 +186,7 @@ def reported(
             events.append(_event("bench", row=row))
         events.append(_event("done", finished=True))
         ending = RankEnded(rank=0, status=0, elapsed_s=2.0, tail="", oom_kills=0)
-        traces.append(RankTimeline(rank=rank, local_rank=rank, host="node0", pid=rank, events=events, ending=ending))
+        traces.append(RankTimeline(rank=rank, local_rank=rank, host=host, pid=rank, events=events, ending=ending))
     assert len(sizes) >= max(times_s)
     nodes = [NodeSlot(node=share.node, host=share.host, slots=None, facts=HERE) for share in plan.shares]
     return diagnose(request, Inventory(places=tuple(nodes)), plan, RunRecord(Outcome.FINISHED, traces, {}, 0.0))
@@ -232,6 +233,12 @@ def test_what_the_times_show_is_named() -> None:
 def test_times_that_vary_are_unsteady() -> None:
     spread = [0.001] * 15 + [0.010] * 10
     assert "unsteady" in ids(reported(THREE, {1: spread, 2: spread, 3: spread}, plan_of(2)))
+
+
+def test_ranks_of_two_nodes_arrive_each_from_its_own() -> None:
+    data = reported(THREE, {1: [0.001] * 20}, plan_of(4, 2)).data
+    assert data.nodes == 2
+    assert [(one.rank, one.host) for one in data.arrivals] == list(enumerate(["node0", "node0", "node1", "node1"]))
 
 
 def test_one_rank_has_no_bandwidth() -> None:
