@@ -78,14 +78,22 @@ def faster(every: Kept, tmp_path: Path) -> str:
     return str(tmp_path / "faster.json")
 
 
-def test_ranks_in_the_other_form_beside_an_earlier_run(every: Kept, faster: str) -> None:
-    """Of the sizes one does not fit, and many calls in float16 do not overflow."""
+def test_ranks_of_a_launcher_in_the_other_form_beside_an_earlier_run(every: Kept, faster: str) -> None:
+    """Of the sizes one does not fit, and many calls in float16 do not overflow. Nothing is measured again."""
     ops = ("all_reduce", "all_gather", "reduce_scatter")
     assert [row["in_place"] for row in rows(every.again) if row["op"] in ops] == [True] * 2 + [False] * 4
-    result = bench(
-        "--nproc", "2", "--op", ",".join(ops), "--sizes", "1KiB,65536GiB,2KiB", "--in-place", "--dtype", "float16",
-        "--iters", "100", "--compare", faster,
-    )  # fmt: skip
+    port = str(20000 + os.getpid() % 9999)
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    runs = [
+        WarmRunning(
+            "allreduce-bench", "--json", *QUICK, "--op", ",".join(ops), "--sizes", "1KiB,65536GiB,2KiB", "--in-place",
+            "--dtype", "float16", "--iters", "100", "--compare", faster,
+            env={**both, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    result, other = (run.finish() for run in runs)
+    assert (other.out, "slower rows again" in result.err) == ("", False)
     assert [(row["op"], row["in_place"], row["wrong"], bool(row["time_s"])) for row in rows(result)] == [
         (op, True, 0 if fits else None, fits) for op in ops for fits in (True, False, True)
     ]
