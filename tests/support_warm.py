@@ -65,7 +65,7 @@ class WarmRunning(Running):
         environment = {**os.environ, "COLUMNS": "80", **(env or {}), support._MARK: self.mark}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         # gpu-test imports nothing that a user may have put there; its ranks do.
-        ranks = ("PYTHONPATH",) if arguments[0] == "gpu-test" else ()
+        ranks = ("PYTHONPATH",) if arguments[:1] == ("gpu-test",) else ()
         argv = [*wrap, PROGRAM, *arguments]
         process = _server().fork(argv, environment, (out_end, err_end), for_children=ranks)
         os.close(out_end)
