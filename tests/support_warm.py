@@ -37,7 +37,7 @@ distributed = sys.modules["torch.distributed"] = Has(is_available=lambda: True)
 
 @functools.cache
 def _server() -> ForkServer:
-    return ForkServer(["distdiag.__main__"], os.environ, learns=True, shared="distdiag")
+    return ForkServer(["distdiag.__main__"], os.environ, learns=True)
 
 
 def run_script(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
