@@ -24,7 +24,7 @@ help: ## List the targets
 run: $(VENV)/installed compiled ## Install distdiag into .venv and test two ranks on this machine
 	@$(BIN)/distdiag gpu-test --nproc 2
 
-# Test files side by side, in their order: the long ones are in the middle.
+# Test files side by side, in their order: the short ones of tests/unit last, so that all workers end together.
 # Four more than processors, up to 6: much of a test is waiting.
 WORKERS := $(shell n=$$(nproc); echo $$((n < 3 ? n + 4 : 6)))
 SIDE_BY_SIDE := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
