@@ -44,12 +44,6 @@ def start(
     return _server().fork(argv, env, (output, errors), node)
 
 
-def without_garbage_collection(folder: Path) -> dict[str, str]:
-    """Return variables for programs that cannot be forked: to look for garbage takes a third of an import of torch."""
-    (folder / "sitecustomize.py").write_text("import gc; gc.disable()\n")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
-
-
 def _imports_torch(argv: Sequence[str]) -> bool:
     if argv[0] == PROGRAM:  # it starts the script itself, by exec
         return False

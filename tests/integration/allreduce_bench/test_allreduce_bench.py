@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from jobs import free_port
 from json_schema import check
 from support_warm import WarmRunning, distdiag
 
@@ -82,8 +83,7 @@ def test_ranks_of_a_launcher_in_the_other_form_beside_an_earlier_run(every: Kept
     """Of the sizes one does not fit, and many calls in float16 do not overflow. Nothing is measured again."""
     ops = ("all_reduce", "all_gather", "reduce_scatter")
     assert [row["in_place"] for row in rows(every.again) if row["op"] in ops] == [True] * 2 + [False] * 4
-    port = str(20000 + os.getpid() % 9999)
-    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     runs = [
         WarmRunning(
             "allreduce-bench", "--json", *QUICK, "--op", ",".join(ops), "--sizes", "1KiB,65536GiB,2KiB", "--in-place",

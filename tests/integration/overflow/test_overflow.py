@@ -182,7 +182,7 @@ def test_below_torchrun_the_rank_where_it_began_reports(tmp_path: Path) -> None:
 def test_as_ranks_without_numpy_it_ends_in_one_line_a_rank_and_its_frames_are_shown_once(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy/__init__.py").write_text("raise ModuleNotFoundError('no numpy here', name='numpy')")
-    env = support_torch.without_garbage_collection(tmp_path)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     folder = tmp_path / "frames"
     words = ("--nproc", "2", "--trace-batches", "1", "--save", str(folder))
     result = distdiag("overflow", *words, "--", PROGRAM, "none:light:ddp", "forward", env=env)
@@ -277,8 +277,7 @@ def test_ranks_end_with_distdiag_when_it_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text(f"import os, time\nopen(f'{tmp_path}/rank-{{os.getpid()}}', 'w').close()\ntime.sleep(600)\n")
     words = [sys.executable, "-m", "distdiag", "overflow", "--nproc", "2", "--", str(script)]
-    env = {**os.environ, **support_torch.without_garbage_collection(tmp_path)}
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env) as command:
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as command:
         wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 120, lambda: "the ranks did not begin")
         command.kill()
     pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
