@@ -102,6 +102,13 @@ def work_of(pid: int) -> Work:
     return Work(busy_ns / 1e9, int(read[1]) if read is not None else 0)
 
 
+def waited_for_cores_s() -> float:
+    """Return the total time that threads of this process waited for a core; 0 if the kernel does not count it."""
+    threads = names_in("/proc/self/task")
+    columns = [read_text(f"/proc/self/task/{thread}/schedstat").split() for thread in threads]
+    return sum(int(column[1]) for column in columns if len(column) > 1) / 1e9
+
+
 def why_it_stands_still(letter: str) -> str:
     """Describe a state that explains a standstill; empty for any other."""
     return _STATES.get(letter, "")

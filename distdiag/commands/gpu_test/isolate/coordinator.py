@@ -1,8 +1,9 @@
 """Rank 0's part of measuring pairs: chooses the next pairs, skips some, and repeats others.
 
 Noise slows pairs as faults do, but not every time: a slow pair is measured again, alternating with good pairs, until it
-was fast once, or slow so often, next to good pairs that were not, that chance is excluded. Standard library only: it is
-sent to the ranks.
+was fast once, or slow so often, next to good pairs that were not, that chance is excluded. That takes samples as
+independent, but other programs slow a pair for seconds; so repeated samples of ranks that lacked a core do not count.
+Standard library only: it is sent to the ranks.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Coordinator:
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
         wanted = ([pair for pair in pairs if not {*left_out}.intersection(pair)] for pairs in rounds(nodes))
         self._rounds = [part for pairs in wanted for part in self._parts(pairs, at_once)]
+        self._suspects: list[Pair] = []
         self.results: dict[Pair, PairMessage] = {}
 
     def plan(self) -> Iterator[tuple[str, list[Pair]]]:
@@ -98,6 +100,7 @@ class Coordinator:
             good, suspects = self.suspects(also_dim=sample < _SAMPLES_DIM)
             if not suspects or (sample >= _FEW and time.monotonic() - began > _SAMPLING_S):
                 return
+            self._suspects = suspects
             time.sleep(self._pause_s)
             for number, pair in enumerate(suspects, 1):
                 words = f"sample {sample + 2}, {number} of {len(suspects)}"
@@ -105,13 +108,19 @@ class Coordinator:
                 yield f"{words}: reference pair", [self._control(pair, good)]
                 yield words, [pair]
 
-    def note(self, pair: Pair, bytes_per_s: float, wrong: int, error: str, took_s: float) -> None:
+    def note(self, pair: Pair, bytes_per_s: float, wrong: int, error: str, took_s: float, *, delayed: bool) -> None:
         """Record a measurement, which failed if it has an error.
 
-        Wrong data once is wrong for good, and a pair that worked once has not failed.
+        Wrong data once is wrong for good, and a pair that worked once has not failed. `delayed`: a rank lacked a core,
+        which explains slowness: of a possibly slow pair, such a repetition is no further sample, and can only improve
+        the first one. Of a good pair it is one, as it shows how far noise slows.
         """
         known = self.results.setdefault(pair, {**self._untried(pair), "failed": True, "error": error})
-        known["bandwidths"].append(bytes_per_s)
+        samples = known["bandwidths"]
+        if delayed and pair in self._suspects:
+            samples[0] = max(samples[0], bytes_per_s)
+        else:
+            samples.append(bytes_per_s)
         known["wrong"] = max(known["wrong"], wrong)
         if not error:
             self._longest_s = max(self._longest_s or 0.0, took_s)

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 from distdiag.commands.gpu_test import compute
 from distdiag.commands.gpu_test.isolate.coordinator import Coordinator
+from distdiag.facts import machine
 from distdiag.launch.rank import Pauses, first_lines, load_torch, run_rank
 from distdiag.launch.rank import Rank as AnyRank
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _PERIOD = 2039
 """As in gpu-test: rank a of a pair sends i mod this, and rank b adds 1: integers, exact in float32."""
+_DELAYED = 1 / 3
+"""Share of a measurement that threads of a rank waited for a core. On two cores with 8 busy programs it is 0.4 to 2.4
+in samples of good pairs that look slow, and 0.01 to 0.04 where one end is late."""
 
 
 def main(config: Config) -> None:
@@ -82,7 +86,8 @@ class Rank(AnyRank):
             self.take_part(number, words, pairs, timeout_s)
             self.progress.step(f"waiting for the ranks of {words}", waiting=True)
             for pair in pairs:  # rank 0 waits for both ends
-                coordinator.note(pair, *json.loads(self.store.get(f"result/{number}/{pair[0]}")))
+                *result, delayed = json.loads(self.store.get(f"result/{number}/{pair[0]}"))
+                coordinator.note(pair, *result, delayed=delayed)
                 self.store.get(f"result/{number}/{pair[1]}")
             self.progress.step(f"{words} done", pairs=coordinator.all_results())
         self.store.set(f"round/{number + 1}", json.dumps(None))
@@ -111,16 +116,22 @@ class Rank(AnyRank):
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def measure_safely(self, number: int, pair: tuple[int, int], timeout_s: float) -> tuple[float, int, str, float]:
+    def measure_safely(
+        self, number: int, pair: tuple[int, int], timeout_s: float
+    ) -> tuple[float, int, str, float, bool]:
         """Measure a pair: see `Coordinator.note`. An error is a result, too."""
         began = time.monotonic()
         try:
-            return (*self.measure(number, pair, timeout_s), "", time.monotonic() - began)
+            bytes_per_s, wrong, delayed = self.measure(number, pair, timeout_s)
         except (RuntimeError, ValueError, OSError) as error:
-            return 0.0, 0, first_lines(error), 0.0
+            return 0.0, 0, first_lines(error), 0.0, False
+        return bytes_per_s, wrong, "", time.monotonic() - began, delayed
 
-    def measure(self, number: int, pair: tuple[int, int], timeout_s: float) -> tuple[float, int]:
-        """All-reduce between two ranks; return the second best time's bandwidth and the number of wrong elements."""
+    def measure(self, number: int, pair: tuple[int, int], timeout_s: float) -> tuple[float, int, bool]:
+        """All-reduce between two ranks.
+
+        Returns the second best time's bandwidth, the number of wrong elements, and whether a rank lacked a core.
+        """
         a, b = pair
         dist.init_process_group(
             self.config["backend"],
@@ -138,18 +149,21 @@ class Rank(AnyRank):
         self.buffer.zero_()
         lag_s = fault["lag_s"] if is_hit and self.rank in fault["ranks"] else 0.0
         taken = []
+        waited_s = machine.waited_for_cores_s()
         for _ in range(self.config["iterations"]):
             begin = time.perf_counter()
             time.sleep(lag_s)
             dist.all_reduce(self.buffer)
             self.synchronize()
             taken.append(time.perf_counter() - begin)
-        times = torch.tensor(taken, dtype=torch.float64, device=self.device)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        waited_s = machine.waited_for_cores_s() - waited_s
+        both = torch.tensor([waited_s, *taken], dtype=torch.float64, device=self.device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        waited_s, *times = both.tolist()
         # Two ranks: busbw is algbw, the factor 2(n - 1)/n of nccl-tests is 1.
         # The second best time tolerates occasional other load on the machine.
-        best = sorted(times.tolist())[min(1, len(times) - 1)]
-        return self.buffer.numel() * self.buffer.element_size() / best, wrong
+        best = sorted(times)[min(1, len(times) - 1)]
+        return self.buffer.numel() * self.buffer.element_size() / best, wrong, waited_s > _DELAYED * sum(times)
 
     def check(self, b: int) -> int:
         """All-reduce a pattern and count the wrong elements on both ranks."""

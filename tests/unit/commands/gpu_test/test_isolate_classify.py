@@ -689,7 +689,12 @@ def test_noise_beside_what_is_certain_is_no_trouble_of_its_own() -> None:
 
 
 class Machine(Cluster):
-    """Measured as ranks do it. `strays`: of the samples at pairs of a node, how many its other programs make slow."""
+    """Measured as ranks do it. `strays`: of the samples at pairs of a node, how many its other programs make slow.
+
+    `starved`: pairs that another program makes slow each time.
+    """
+
+    starved: frozenset[Edge] = frozenset()
 
     def measure(self, strays: dict[str, float]) -> tuple[Classification, int]:
         """Return the findings, and the total number of measurements of pairs."""
@@ -697,7 +702,7 @@ class Machine(Cluster):
         done = 0
         for _, pairs in coordinator.plan():
             for edge in pairs:
-                coordinator.note(edge, *self.sample(edge, strays))
+                coordinator.note(edge, *self.sample(edge, strays), delayed=edge in self.starved)
                 done += 1
         found, _ = classify(
             [Pair.of(one) for one in coordinator.all_results()],
@@ -710,6 +715,8 @@ class Machine(Cluster):
         noise = max(strays.get(self.host_of[end], 0.0) for end in edge)
         if speed is not None and self.chance.random() < noise:
             speed /= self.chance.uniform(2, 20)
+        if speed is not None and edge in self.starved:
+            speed /= 9
         return speed or 0.0, 0, "" if speed else "timed out", 0.01
 
 
@@ -734,6 +741,15 @@ def test_faults_are_found_in_noise(inject: Callable[[Cluster, str], Verdict], si
     assert right >= (40 if not strays else 36)
 
 
+def test_a_pair_that_lacks_a_core_each_time_is_not_called_slow() -> None:
+    a_machine = Machine(4)
+    a_machine.starved = frozenset({(0, 1)})
+    assert a_machine.measure({})[0].kind is Kind.UNDECIDABLE
+    a_machine.make("slow", lambda a, b: (a, b) == (1, 3))
+    found, _ = a_machine.measure({})
+    assert verdict(found) == (Kind.BAD_LINK, {"links": ((1, 3),)})
+
+
 def test_a_node_with_noise_beside_quiet_ones_is_not_called_bad() -> None:
     for seed in range(50):
         found, _ = Machine(4, 4, 4, 4, 4, 4, seed=seed).measure({"node3": 0.4})
@@ -751,6 +767,6 @@ def test_of_many_slow_pairs_a_dozen_are_looked_at_again(sizes: tuple[int, ...], 
 
 def test_what_was_wrong_once_stays_wrong() -> None:
     coordinator = Coordinator([[0, 1]], 1, (1.5, 3.0), 0.0)
-    coordinator.note((0, 1), 1e9, 7, "", 0.01)
-    coordinator.note((0, 1), 1e9, 0, "", 0.01)
+    coordinator.note((0, 1), 1e9, 7, "", 0.01, delayed=False)
+    coordinator.note((0, 1), 1e9, 0, "", 0.01, delayed=False)
     assert coordinator.all_results()[0]["wrong"] == 7
