@@ -471,6 +471,7 @@ def run(rank: int, size: int) -> None:
 
 
 def main() -> None:
+    os.nice(10)  # ranks that poll their GPUs would take all cores from what looks at them
     if "SPAWN" in os.environ:
         import torch.multiprocessing as mp
 
