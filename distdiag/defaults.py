@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ _ACTS = ("exe", "inject", "master_addr", "native", "on_stall", "sanitizer", "sba
 """Options that run a program, connect elsewhere, or stop, pause or write to processes."""
 
 
-@dataclass(frozen=True)
+@record
 class Default:
     """The value of one option, and the variable or file that sets it.
 
@@ -54,7 +56,7 @@ class Default:
         return " ".join("true" if value is True else shlex.quote(str(value)) for value in values)
 
 
-@dataclass(frozen=True)
+@record
 class File:
     """A file of defaults. `ignored`: why it is not read, "" if it is."""
 

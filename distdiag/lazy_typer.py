@@ -22,6 +22,7 @@ from typer.main import get_command
 from distdiag import interrupts
 from distdiag.errors import Interrupted
 from distdiag.output import choose_findings, choose_markdown, say
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -54,7 +55,7 @@ fi
 _completion_shared._completion_scripts["zsh"] = _completion_classes.ZshComplete.source_template = _ZSH
 
 
-@dataclass(frozen=True)
+@record
 class Sub:
     """One subcommand.
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO, TypeVar
 
 import typer
@@ -19,6 +19,7 @@ from distdiag import __version__, interrupts
 from distdiag.errors import DistdiagError, Interrupted
 from distdiag.fold import by_key
 from distdiag.program_name import as_called
+from distdiag.record import record
 from distdiag.report import Level, Verdict
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ Our own colours stay.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Output:
     """How to print the answer."""
 

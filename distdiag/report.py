@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.ids import FindingId
@@ -34,7 +35,7 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Where:
     """The culprits of a finding, for scripts to drain; empty if it concerns all or none."""
 
@@ -43,7 +44,7 @@ class Where:
     pids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Witnesses:
     """Hosts and ranks that observed or suffer from the problem without being at fault."""
 
@@ -51,7 +52,7 @@ class Witnesses:
     ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Fix:
     """The remedy in words, and commands to paste."""
 
@@ -69,7 +70,7 @@ def quoted(word: str) -> str:
     return f"'{word}'" if word[:1] in ("=", "^") and shlex.quote(word) == word else shlex.quote(word)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Finding:
     """One problem or remark. The meaning of an id never changes."""
 
@@ -83,7 +84,7 @@ class Finding:
     fix: Fix | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Report(Generic[Data]):
     """The answer of one command: facts and findings."""
 

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import typer
@@ -27,6 +27,7 @@ from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.ids import Id
 from distdiag.output import Output, Progress, deliver, is_done_by_another, of_interest
+from distdiag.record import record
 from distdiag.report import Finding, Fix, Level
 from distdiag.saved_facts import Foreign, Gathered, read, save
 
@@ -52,7 +53,7 @@ _WAITED_FOR = 4
 _NOTABLE_S = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Subcommand(Generic[Asked, Facts, Data]):
     """The parts of one command. Its request has `program` and `cluster`; its facts have `host`."""
 
@@ -77,7 +78,7 @@ class Subcommand(Generic[Asked, Facts, Data]):
     """Every process started by a launcher runs the command; else rank 0 alone."""
 
 
-@dataclass(frozen=True)
+@record
 class Options:
     """The options shared by all commands."""
 
@@ -225,7 +226,7 @@ def _read(
     return replace(saved, program=request.program, **changed), gathered
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Asks:
     """Requests by host, each of the type that the collect module's `more` declares, and one time limit for all."""
 
@@ -238,7 +239,7 @@ class Asks:
     step_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Question(Generic[First, Part, Facts]):
     """A two-step query: each node first reports its basics, then receives a request."""
 

@@ -24,6 +24,7 @@ from distdiag.cluster.pods import Pod  # noqa: TC001
 from distdiag.errors import UsageError
 from distdiag.facts.text import printable
 from distdiag.files import named_files, write_whole
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +83,7 @@ class _Saved(msgspec.Struct, Generic[Asked, Facts], frozen=True, kw_only=True):
     pod: Pod | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Foreign(Generic[Facts]):
     """How to convert another tool's files to facts: parse each (may raise InvalidData), then combine all."""
 

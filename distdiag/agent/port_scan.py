@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from distdiag.facts import deadlines
 from distdiag.facts.network import interfaces as network
 from distdiag.facts.text import first_line
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _QUESTION = b"HEAD / HTTP/1.0\r\n\r\n"
 _RESOLVE_S = 5.0
 
 
-@dataclass(frozen=True)
+@record
 class PortResult:
     """A port of a host.
 

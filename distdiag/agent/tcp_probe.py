@@ -11,11 +11,11 @@ import selectors
 import socket
 import struct
 import time
-from dataclasses import dataclass
 
 from distdiag.agent import handshake
 from distdiag.agent.probe_server import BULK_BYTES, returned
 from distdiag.facts.network import interfaces as network
+from distdiag.record import record
 
 _CONNECT_AGAIN_S = 0.4
 """The kernel repeats a SYN after 1, 3, 7 s: too rarely to distinguish a lossy path from a closed one."""
@@ -41,7 +41,7 @@ _VERDICTS = (
 )
 
 
-@dataclass(frozen=True)
+@record
 class ProbeResult:
     """An attempt to reach a listener.
 
@@ -80,7 +80,7 @@ class ProbeResult:
         return self.verdict in ("ok", "lossy")
 
 
-@dataclass(frozen=True)
+@record
 class Target:
     """The target of a probe: a listener's address and port, and how many bytes to send there."""
 

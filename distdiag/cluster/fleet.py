@@ -22,6 +22,7 @@ from distdiag.cluster.records import Down
 from distdiag.cluster.transports import Arrivals
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +48,7 @@ def more_for(hosts: int) -> int:
     return hosts // _HOSTS_PER_S
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Limits:
     """Seconds a host may spend in a stage; the transport's own stages have separate limits."""
 
@@ -78,7 +79,7 @@ class Fleet:
     payload: bytes
     facts: type[Any]
     """The type of each node's first report."""
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     _rows: dict[str, HostResult] = field(default_factory=dict)
     refusals: dict[str, HostError] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -128,8 +129,8 @@ class Fleet:
         check_at = 0.0
         while len(self._rows) < len(self.hosts):
             self._start_more()
-            for node, record in self._turn(_TURN_S):
-                self._progress(node, record, close=close)
+            for node, said in self._turn(_TURN_S):
+                self._progress(node, said, close=close)
             if (now := time.monotonic()) >= check_at:
                 check_at = now + _TURN_S
                 self._give_up_late()
@@ -173,14 +174,14 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         kept: list[tuple[Node, Said | Down]] = []
         while missing and (left := deadline - time.monotonic()) > 0:
-            for node, record in self.records(min(left, _TURN_S)):
-                if node.name in missing and isinstance(record, kind):
-                    found[node.name] = record
+            for node, said in self.records(min(left, _TURN_S)):
+                if node.name in missing and isinstance(said, kind):
+                    found[node.name] = said
                     missing.discard(node.name)
                     continue
-                if isinstance(record, Down):
+                if isinstance(said, Down):
                     missing.discard(node.name)
-                kept.append((node, record))
+                kept.append((node, said))
         self._pending = kept + self._pending
         return found
 
@@ -195,21 +196,21 @@ class Fleet:
         busy = {node.name: node for node in nodes}
         deadline = time.monotonic() + timeout_s
         while busy and (left := deadline - time.monotonic()) > 0:
-            for node, record in self.records(min(left, _TURN_S)):
+            for node, said in self.records(min(left, _TURN_S)):
                 if node.name not in busy:
                     continue
-                if isinstance(record, records.More):
+                if isinstance(said, records.More):
                     try:
-                        facts = read_json(record.facts, type_)
+                        facts = read_json(said.facts, type_)
                     except InvalidData as error:
                         self.distrust(node, f"it sent invalid facts: {error}")
                     else:
                         yield node, facts, None
                         continue
-                elif not isinstance(record, (protocol.MoreEnd, Down)):
+                elif not isinstance(said, (protocol.MoreEnd, Down)):
                     continue
                 del busy[node.name]
-                yield node, None, "" if isinstance(record, protocol.MoreEnd) else _why_down(node)
+                yield node, None, "" if isinstance(said, protocol.MoreEnd) else _why_down(node)
             watch(list(busy))
         for node in busy.values():
             node.unresponsive = True
@@ -318,9 +319,9 @@ class Fleet:
     def _read(self, node: Node) -> Iterator[tuple[Node, Said | Down]]:
         found, ended, refusal = node.receive()
         self._watch_only(node, () if ended else node.link.fds())
-        for record in found:
+        for said in found:
             if node.stage is not NodeStage.DOWN:  # an earlier record may have dropped it
-                yield node, record
+                yield node, said
         if node.stage is NodeStage.DOWN:
             return
         if node.stage is NodeStage.DONE:

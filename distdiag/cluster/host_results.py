@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from distdiag.record import record
 
 
 class HostState(StrEnum):
@@ -29,7 +30,7 @@ class HostState(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class HostError:
     """Why a host could not be used: stage, message, and hint."""
 
@@ -41,7 +42,7 @@ class HostError:
     evidence: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class HostResult:
     """One requested host. `seconds` until its facts arrived or it was given up."""
 

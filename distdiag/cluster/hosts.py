@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hostlist import EXCLUDES, MAX_NAMES, entries, located, quote, spell
 from distdiag.errors import UsageError
 from distdiag.facts import text
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 MAX_SLOTS = 100_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Host:
     """One host as typed; None if not given."""
 
@@ -30,7 +31,7 @@ class Host:
     port: int | None = None
 
 
-@dataclass(frozen=True)
+@record
 class HostList:
     """Hosts once each, in the order written; `duplicates` were repeated."""
 

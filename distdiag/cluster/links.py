@@ -8,10 +8,10 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.facts import programs
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ UNKNOWN_SIGNAL = -1
 """Exit status of a program killed by an unknown signal."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(slots=True)
 class Received:
     """The data since the last read; `ended`: end of file."""
 

@@ -7,11 +7,12 @@ started later, it is history, and a warning.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.ids import Id
+from distdiag.record import record
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where, quoted
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _OOM_FIX = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class _Ended:
     """A container that ended; `again`: it was restarted."""
 

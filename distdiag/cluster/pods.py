@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import programs
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +43,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _GPU = re.compile(r"\.com/(gpu|mig-.*)$")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class End:
     """The end of a container. Times in seconds since 1970, 0 if unknown."""
 
@@ -52,7 +53,7 @@ class End:
     at: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Container:
     """A container of a pod. `reason`, `message`: why it waits; `end`: its end; `last`: the previous one."""
 
@@ -67,7 +68,7 @@ class Container:
     last: End | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Pod:
     """A pod as reported by the API server. `container`: the job's; `read_at`: seconds since 1970.
 
@@ -101,7 +102,7 @@ class Pod:
         return self.phase == "Running" and self.main.state in ("running", "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Kube:
     """The options for pods: --kube, --namespace, --context, --container, --kube-debug."""
 

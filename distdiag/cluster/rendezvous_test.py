@@ -13,6 +13,7 @@ from distdiag.agent import handshake, protocol
 from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.cluster.records import Down, ReachListening, ReachProbe
 from distdiag.facts.network.interfaces import Network  # noqa: TC001 - msgspec reads the annotations
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ _ALL_PAIRS = 16
 """Up to this many nodes probe all others; beyond, each probes its two neighbours, and rank 0's node probes all."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NetworkPath:
     """One probed path from a node to another.
 
@@ -51,7 +52,7 @@ class NetworkPath:
         return self.probe.is_open
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class LookUp:
     """The addresses of a name on a node."""
 
@@ -137,14 +138,14 @@ class Prober:
         lookups = dict.fromkeys(wanted, len(names))
         deadline = time.monotonic() + sum(limits_s)
         while time.monotonic() < deadline:
-            for node, record in self._fleet.records(0.05):
-                if isinstance(record, ReachProbe) and probes.get(node.name):
-                    take(node, record.probe)
+            for node, said in self._fleet.records(0.05):
+                if isinstance(said, ReachProbe) and probes.get(node.name):
+                    take(node, said.probe)
                     probes[node.name] -= 1
-                elif isinstance(record, protocol.ReachName) and lookups.get(node.name):
-                    take(node, LookUp.of(node.name, record))
+                elif isinstance(said, protocol.ReachName) and lookups.get(node.name):
+                    take(node, LookUp.of(node.name, said))
                     lookups[node.name] -= 1
-                elif isinstance(record, Down):
+                elif isinstance(said, Down):
                     probes.pop(node.name, None)
                     lookups.pop(node.name, None)
             left = sum(probes.values())

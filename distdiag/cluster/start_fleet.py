@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import boot
@@ -11,6 +10,7 @@ from distdiag.cluster.fleet import Fleet, Limits, more_for
 from distdiag.cluster.targets import Launcher, chosen_env
 from distdiag.cluster.transports.local import LocalTransport
 from distdiag.errors import UsageError
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.agent.agent import Config
@@ -31,7 +31,7 @@ def silence_s(hosts: int) -> float:
     return SILENCE_S + more_for(hosts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Agent:
     """The program for the nodes: `collect` is a module with facts(ask) or facts(); `rank` the module of ranks, if any.
 

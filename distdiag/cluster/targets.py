@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from distdiag.cluster.hosts import Host, HostList, fold, parse_hosts
 from distdiag.cluster.pods import Kube, Pod, find_pods
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import programs
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ class Launcher(StrEnum):
     KUBE = "kubectl"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Cluster:
     """The options about hosts, equal in every command."""
 
@@ -81,7 +81,7 @@ class Cluster:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Targets:
     """The hosts in order. `launcher` is None for this machine alone; `source` describes the origin of the list."""
 

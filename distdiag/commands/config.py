@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer  # noqa: TC002 - Typer reads the annotations
 
 from distdiag.options import JsonOpt  # noqa: TC001 - as above
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMMAND = "config"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Setting:
     """A default. `commands` take the option; `is_refused`: the folder's file needs trust for it."""
 
@@ -30,7 +30,7 @@ class Setting:
     is_refused: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Config:
     """All defaults; of one option, the strongest first. `files`: possible files, each with "read" or why not."""
 

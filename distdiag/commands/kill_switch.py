@@ -6,12 +6,12 @@ import contextlib
 import getpass
 import os
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.options import JsonOpt, called_as
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _Path = Annotated[str, typer.Argument(metavar="PATH", help="The file that the job watches.")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Switch:
     """State of a kill switch; `reason` is the file's first line."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.options import JsonOpt, StrictOpt  # noqa: TC001 - Typer reads the annotations
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ _MOST_BYTES = 256 * 2**20
 _SHOWN = 10
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SyncCheck:
     """Counts of compared values: replicated on all ranks, and sharded."""
 

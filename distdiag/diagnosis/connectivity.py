@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from statistics import median
@@ -24,6 +24,7 @@ from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network.interfaces import is_loopback
 from distdiag.fold import by_key
 from distdiag.ids import Shared
+from distdiag.record import record
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ _MANY_PACKETS = 150
 """One burst dropped by a busy machine is 45 packets: alone that proves no fault of a link that carried much data."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Case:
     """A test to be judged, and for which command."""
 
@@ -234,7 +235,7 @@ def _closed_finding(case: Case, verdict: str, culprit: Culprit, purposes: tuple[
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class _Closed(verdicts.Verdict):
     """The texts of a way to be closed; `title`: of a pair of nodes.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from distdiag.diagnosis.verdicts import TABLES, read_table
 from distdiag.errors import UsageError
 from distdiag.ids import FindingId, Id, RowId, Shared
 from distdiag.knowledge.known_lines import known_builds, known_lines
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _OF_BUILD = {"cause": "fail"}
 _RANKS = ("gpu-test", "allreduce-bench")
 
 
-@dataclass(frozen=True)
+@record
 class Declared:
     """The declaration of an id. `means`: with {placeholders}."""
 

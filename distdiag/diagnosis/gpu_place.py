@@ -5,10 +5,11 @@ CUDA's waits spin in the driver, below the user's line: neither Python frames no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.knowledge.gpu_libraries import kind_of_library, meaning_of
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ _NEARLY_ALL = 0.8
 _AUTOGRAD = "pt_autograd_"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class GpuPlace:
     """A thread's place in the GPU libraries. `meaning` of its call: waits, launches, loads, init or abort.
 

@@ -6,11 +6,11 @@ not launched the collective is idle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wording import counted, format_members
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ class GpuKind(StrEnum):
     MIXED = "mixed"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class GpuVerdict:
     """A judgement. `named`: idle ranks of ONE_IDLE, or the computing ones unless all compute; `spinning`: those
     waiting.

@@ -7,10 +7,10 @@ torch's ProcessGroupGloo.cpp, createDefaultDevice, and gloo/transport/tcp/device
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.facts.network.nics import INTERNAL
+from distdiag.record import record
 from distdiag.report import Fix, quoted
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _OTHERS = 4
 _CANDIDATES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SelectedNic:
     """A selected interface and its address."""
 
@@ -34,7 +34,7 @@ class SelectedNic:
     kind: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Selection:
     """The interfaces a library uses; empty if it would fail. `rule`: the reason; `error`: the library's message."""
 
@@ -48,7 +48,7 @@ class Selection:
         return ", ".join(nic.name for nic in self.nics)
 
 
-@dataclass(frozen=True)
+@record
 class RendezvousOverrides:
     """The user's rendezvous options; empty: selected automatically."""
 
@@ -56,7 +56,7 @@ class RendezvousOverrides:
     interface: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class _IfList:
     """A parsed NCCL_SOCKET_IFNAME: ^ excludes, = makes names exact, otherwise they are prefixes."""
 

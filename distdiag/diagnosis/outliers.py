@@ -10,7 +10,6 @@ parallel) it may wait in one for a rank that continued to another. All else is u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +19,7 @@ from distdiag.diagnosis.slow_ranks import find_slow
 from distdiag.diagnosis.stack_classes import RankState, StackClass, rank_states
 from distdiag.fold import by_key
 from distdiag.jobs.roles import in_rendezvous
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ class Outcome(StrEnum):
     """All ranks wait in init_process_group, with different addresses in their environments."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class JobVerdict:
     """The judgement on one job. `outliers` are the stuck or slow ranks, `waiting` the victims.
 

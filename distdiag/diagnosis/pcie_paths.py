@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.fold import by_key
+from distdiag.record import record
 from distdiag.report import Level, Where, quoted
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.report import Finding
 
 
-@dataclass(frozen=True)
+@record
 class PcieNode:
     """A node, its PCIe facts, and whether an RDMA card is in use."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.socket_peers import Endpoint, match
 from distdiag.jobs.roles import find_jobs
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ _HELPERS = {
 _NAMED = 3
 
 
-@dataclass(frozen=True)
+@record
 class Place:
     """The role of a process in a job. `is_rank`: the rank itself rather than a helper."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import Member
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RankGpu:
     """A rank's GPU. `by_pid`: its process is listed on it; otherwise this is only likely.
 

@@ -17,6 +17,7 @@ import msgspec  # noqa: TID253 - this module is imported when RAS has answered
 
 from distdiag.diagnosis.wording import counted
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +34,7 @@ _INVALID_USAGE = 5
 _ERRORS_BY_CODE = dict(enumerate((*_ERRORS, "remote process error")))
 
 
-@dataclass(frozen=True)
+@record
 class Member:
     """A rank of a communicator; -1 if RAS lists only its process. `gpu` as numbered by NCCL."""
 
@@ -65,7 +66,7 @@ class RasState(StrEnum):
     NOT_AVAILABLE = "not-available"
 
 
-@dataclass(frozen=True)
+@record
 class Lag:
     """Ranks of a communicator that have launched fewer operations, numbered within it.
 
@@ -82,7 +83,7 @@ class Lag:
     members: tuple[Member, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class RasVerdict:
     """The judgement. `why`: one sentence. `error`: the first one that a rank of a communicator reports, or ""."""
 

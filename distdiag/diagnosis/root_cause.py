@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Edge = tuple[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Culprit:
     """A node or set of pairs that explains some closed paths.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.stack_classes import StackClass, classify_stack, first_frames, user_frame
 from distdiag.facts.stacks.stack_types import steps_seen
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ _WAITS = (StackClass.COMM, StackClass.GPU)
 _HINTS = ("comm", "gpu")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SlowRanks:
     """The slow ranks. `slow_wait`: most waiting samples of one of them; `others_wait`: fewest of any other rank."""
 

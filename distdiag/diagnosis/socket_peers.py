@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.facts.network.interfaces import is_loopback
 from distdiag.facts.network.socket_owners import Owned
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _ANY = ("0.0.0.0", "::")
 
 
-@dataclass(frozen=True)
+@record
 class Endpoint(Owned):
     """A process's socket on a host. `network`: its network namespace, whose name is only unique there."""
 

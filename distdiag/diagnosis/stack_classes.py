@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +12,7 @@ from distdiag.diagnosis.gpu_place import autograd_runs, gpu_place, is_located
 from distdiag.diagnosis.motion import BUSY, Motion, busy_share, has_moved, motion_of, still_s
 from distdiag.facts.stacks.stack_types import leaves_work_to_threads
 from distdiag.knowledge.frames import is_native, kind_of, library_path
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
@@ -51,7 +52,7 @@ class StackClass(StrEnum):
     UNREADABLE = "unreadable"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class StackLocation:
     """A thread's place: the operation, and the line of user code that led to it."""
 
@@ -60,7 +61,7 @@ class StackLocation:
     is_p2p: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class ThreadState:
     """The state of the thread that does the job's work, from a process's samples.
 
@@ -90,7 +91,7 @@ class ThreadState:
         return None if self.motion is Motion.UNKNOWN else self.motion is Motion.MOVES
 
 
-@dataclass(frozen=True)
+@record
 class RankState:
     """A classified member of a job. Members that share one object as samples share their `thread`."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdiag.ids import RowId
 from distdiag.knowledge.known_lines import fill
+from distdiag.record import record
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ TABLES = ("verdicts", "number_verdicts", "job_verdicts")
 WORST_FIRST = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Verdict:
     """One row: the texts of a finding, or of a rank's exit. The caller supplies absent ones."""
 

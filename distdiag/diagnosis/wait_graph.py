@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wait_reasons import ANY_OF, Kind
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.wait_reasons import Wait
 
 
-@dataclass(frozen=True)
+@record
 class Edge:
     """One process waits for another in this call of one of its threads."""
 
@@ -24,7 +24,7 @@ class Edge:
     wait: Wait
 
 
-@dataclass(frozen=True)
+@record
 class WaitTree:
     """A root with the processes that wait for it, direct ones first. `is_cycle`: the root waits for one of them."""
 

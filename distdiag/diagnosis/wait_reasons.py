@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wording import lasting
 from distdiag.facts.machine import STOPPED
 from distdiag.facts.process import syscall_names
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,7 +52,7 @@ class Kind(StrEnum):
     UNREADABLE = "unreadable"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Wait:
     """One thread's wait. `on`: text for a table; `peers`: processes, any of which can end it.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from dataclasses import dataclass
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _MOST_NOTES = 64 << 10
 _LONGEST_NAME = 64 << 10
 
 
-@dataclass(frozen=True)
+@record
 class Section:
     """A part of the file, in bytes from its beginning; `size` is unverified."""
 
@@ -45,7 +46,7 @@ class Section:
     size: int
 
 
-@dataclass(frozen=True)
+@record
 class Elf:
     """One program, library or object; missing parts are empty.
 
@@ -121,7 +122,7 @@ class File:
             raise Malformed
 
 
-@dataclass(frozen=True)
+@record
 class _Segment:
     kind: int
     offset: int

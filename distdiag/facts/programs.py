@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class CannotRun(Exception):
     """The program does not exist, or cannot be started."""
 
 
-@dataclass(frozen=True)
+@record
 class Done:
     """The end of a program. `status`: negative for a signal, None if unkillable (D state)."""
 
@@ -45,7 +46,7 @@ class Done:
         return self.timed_out or self.status is None or self.status < 0
 
 
-@dataclass(frozen=True)
+@record
 class Pipes:
     """Pipes of `start`: stderr may share the pipe of stdout; `keep`: descriptors inherited by the child."""
 

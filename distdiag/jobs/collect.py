@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from distdiag.facts import deadlines, machine
 from distdiag.facts.network.sockets import TcpTables
@@ -14,6 +14,7 @@ from distdiag.facts.process.activity import Activity  # noqa: TC001 - decoded by
 from distdiag.facts.process.rank_identity import Identity, identify
 from distdiag.facts.stacks.stack_types import Sample  # noqa: TC001
 from distdiag.facts.stacks.thread_places import Places  # noqa: TC001
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 1.0
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """`pids`: included in any case. `user`: only this user's processes; "": of all users."""
 
@@ -32,7 +33,7 @@ class Ask:
     user: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Process:
     """One process that may belong to a job.
 
@@ -65,7 +66,7 @@ class Process:
     visible_gpus: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Processes:
     """The processes of one node.
 
@@ -86,7 +87,7 @@ class Processes:
     closed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Watched:
     """All samples of one process, in order of time.
 

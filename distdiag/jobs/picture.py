@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.facts import machine
 from distdiag.facts.gpu import gpu_use
@@ -31,6 +31,7 @@ from distdiag.jobs import sample_stacks, sample_waits, starts
 from distdiag.jobs.collect import Watched, facts
 from distdiag.jobs.sample_stacks import Sampled, Sampling
 from distdiag.jobs.starts import Starts  # noqa: TC001
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ _DUMP_VARIABLES = (*_DUMP_FILES, *_PIPES)
 _JOB_VARIABLES = (b"MASTER_ADDR", b"MASTER_PORT")
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """The sources to read, by name, with options; and the processes of this node.
 
@@ -77,7 +78,7 @@ class Ask:
     launchers: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
+@record
 class SourceEnd:
     """The end of one source's reading. `why`: the reason for missing data; `hint`: how to get it.
 
@@ -91,7 +92,7 @@ class SourceEnd:
     at_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@record
 class Part:
     """One message: all or a part of one source; `ended` lists finished sources."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import deadlines
 from distdiag.facts.process import polled_path, procs
@@ -14,6 +14,7 @@ from distdiag.facts.stacks import stack_sampler, thread_places
 from distdiag.facts.stacks.stack_sampler import SampleOptions
 from distdiag.facts.stacks.stack_types import steps_seen
 from distdiag.jobs.collect import Watched
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 """Waits in C without a frame; Python's own waits have frames."""
 
 
-@dataclass(frozen=True)
+@record
 class Sampling:
     """How stacks are sampled. `sample_s`: time limit of one sample of one process.
 
@@ -68,7 +69,7 @@ class Sampling:
         return max(self.samples * self.interval_s, self.longest_s) + 2 * self.sample_s * (self.samples + 1)
 
 
-@dataclass(frozen=True)
+@record
 class Sampled:
     """The processes to sample. `once`: those that need a single sample; `heads`: those with activity measured.
 

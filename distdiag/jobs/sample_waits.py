@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import machine
 from distdiag.facts.network.socket_owners import Network, PeerProcess, networks, peer_processes
 from distdiag.facts.process import blocked_threads, procs
 from distdiag.facts.process.blocked_threads import Blocked, Thread
 from distdiag.facts.process.descriptors import Look
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ SAMPLED_S = 0.3
 """Time between the two samples of every thread."""
 
 
-@dataclass(frozen=True)
+@record
 class Reply:
     """One message: processes first; at the end the sockets of all of them, and other processes referred to."""
 

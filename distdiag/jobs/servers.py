@@ -6,11 +6,11 @@ server, detokenizer and coordinator are mostly idle in any case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.fold import by_key
 from distdiag.knowledge.process_titles import Title, read_title
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ _FAMILY = ("rank", "engine", "helper")
 _NO_MAIN = ("launcher", "tracker", "compile-worker")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Server:
     """The ranks of one server on one host. `kind`: of the titles, "sglang"; `name`: "pid 4711 sglang.launch_server"."""
 
@@ -30,7 +30,7 @@ class Server:
     ranks: tuple[Process, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Served:
     """The servers of one host. `pids`: of all their processes."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
 from distdiag.agent import port_scan
@@ -19,6 +19,7 @@ from distdiag.facts.network import listeners, nics, sockets, tcp_bytes, tcp_stor
 from distdiag.facts.network.tcp_store import Store  # noqa: TC001 - decoded by its annotations
 from distdiag.facts.process import launch_options, procs
 from distdiag.facts.process.launch_options import Launch
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ _LONGEST_COMMAND = 2000
 _ABOVE = 4
 
 
-@dataclass(frozen=True)
+@record
 class Meeting:
     """A rendezvous, as seen from this node.
 
@@ -82,7 +83,7 @@ class Meeting:
     store: Store | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Start:
     """A process waiting for others to start. `rank`, `world_size`: of a rank. `waited_s`: since its own start.
 
@@ -111,7 +112,7 @@ class Start:
     answered: bool | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Starts:
     """The waiting processes of one node. `addresses`: the node's, by interface.
 

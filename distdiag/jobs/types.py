@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.jobs.collect import Processes, Watched  # noqa: TC001 - decoded by their annotations
 from distdiag.jobs.picture import Part
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.jobs.collect import Process, Watched
@@ -17,7 +17,7 @@ _ROOM = 160
 """Maximum length of a list of hosts in a title."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Helper:
     """A process that works for a rank: a DataLoader worker, a tracker, a compile worker."""
 
@@ -25,7 +25,7 @@ class Helper:
     watched: Watched | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Member:
     """One rank of a job. `rank` is None if unknown; `process` is None if it has exited.
 
@@ -53,7 +53,7 @@ class Member:
         return self.process is None and not self.helpers
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Job:
     """The members of one job. `unseen`: ranks found on none of the hosts read.
 
@@ -68,7 +68,7 @@ class Job:
     rendezvous: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class JobSummary:
     """One job as shown in reports; `ranks` is the number found."""
 
@@ -96,7 +96,7 @@ def summarize(job: Job) -> JobSummary:
     return JobSummary(job=job.name, launcher=job.launcher, world_size=job.world_size, ranks=len(seen), hosts=hosts)
 
 
-@dataclass(frozen=True)
+@record
 class NodeStacks:
     """The facts of one node; `missing`: why it has no stacks, if so."""
 
@@ -106,7 +106,7 @@ class NodeStacks:
     missing: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodePicture(Part):
     """The facts of one node's ranks from all sources; `missing`: why some are missing, if so."""
 

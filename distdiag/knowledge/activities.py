@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re  # noqa: TC003 - msgspec reads the annotations
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.knowledge.frames import library_path
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distdiag.facts.stacks.stack_types import Frame
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Activity:
     """One row; matches frames by each pattern given."""
 

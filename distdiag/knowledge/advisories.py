@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +37,7 @@ _CONDITION = re.compile(r"(<=|>=|==|<|>)(\d+(?:\.\d+)*)")
 _VERSION = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,5})(a|b|rc|\.?dev)?")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Advisory:
     """One known bug. `kind`: one of KINDS; `applies`: the matching versions, in words.
 

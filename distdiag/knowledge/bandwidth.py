@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ class Way(StrEnum):
     HOST = "host"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Poorer:
     """Slower wiring: a pair's line rate (MESH) or a busbw (HOST). `always`: this GPU has no faster one."""
 
@@ -56,7 +56,7 @@ class Poorer:
         return self.gb_per_s * GB
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Gpu:
     """The links of a GPU; `link_bytes_per_s`: one GPU's line rate in one direction, all its links together."""
 
@@ -96,7 +96,7 @@ class Gpu:
         return line_rate * max(1.0, busbw_factor(ranks) / wire_factor(ranks)) if self.nvls else line_rate
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Expected:
     """A published figure; `nic_bytes_per_s`: the line rate of one rank's share of its node's NICs."""
 
@@ -111,7 +111,7 @@ class Expected:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Tables:
     """The file's content, in bytes/s."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from distdiag.knowledge.bandwidth import (
     tables,
     wire_factor,
 )
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Judgement(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Bar:
     """The figures to compare a busbw with, in bytes/s."""
 
@@ -58,7 +58,7 @@ class Bar:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Case:
     """A measured busbw, where the ranks ran, and the judgement; all rates are bytes/s.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 _NOISE = re.compile(r"""#.*|"[^"]*"|'[^']*'""")
 
 
-@dataclass(frozen=True)
+@record
 class _Rule:
     kind: str
     call: re.Pattern[str]

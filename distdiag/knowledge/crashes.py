@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
 from distdiag.facts.programs import signal_name
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ _NEAR_NULL = 0x10000
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class _When:
     """The conditions of a row, see crashes.toml."""
 
@@ -35,7 +36,7 @@ class _When:
     inside: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Crash:
     """One known crash. A consequence was caused by another process or an earlier event."""
 
@@ -48,7 +49,7 @@ class Crash:
     commands: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class CoreLimit:
     """How to enable core dumps in ranks of one launcher."""
 
@@ -56,7 +57,7 @@ class CoreLimit:
     commands: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class _Signal:
     means: str
     code: dict[str, str] = field(default_factory=dict)

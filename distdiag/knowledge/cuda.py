@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class DeepSpeedTable:
     """A release's build requirements and ops, for --prebuild."""
 
@@ -17,7 +17,7 @@ class DeepSpeedTable:
     ops: list[str]
 
 
-@dataclass(frozen=True)
+@record
 class GpuName:
     """Names of GPUs of one architecture, "8.6"."""
 
@@ -25,7 +25,7 @@ class GpuName:
     name: re.Pattern[str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Tables:
     """The content of cuda.toml; versions are strings, architectures in nvcc's notation ("90a")."""
 

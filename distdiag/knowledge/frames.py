@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 _LIBRARY = re.compile(
     r"/(?:site-packages|dist-packages)/(.+)|/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)(.+)"
@@ -18,7 +18,7 @@ _TORCH_FROM_SOURCE = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Rule:
     """One line of frames.toml."""
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re  # noqa: TC003 - msgspec reads the annotations
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 Kind = Literal["driver", "communication", "compiler", ""]
 Meaning = Literal["waits", "launches", "loads", "init", "abort", ""]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class _Library:
     kind: Kind
     name: re.Pattern[str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class _Call:
     meaning: Meaning
     call: re.Pattern[str]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from distdiag.facts.logs.line_patterns import Patterns
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class KnownLine:
     """One known line; launchers.toml and builds.toml describe the fields.
 
@@ -120,7 +121,7 @@ def _in_jobs() -> Patterns:
     return Patterns(for_nodes())
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class KnownException:
     """The meaning of an exception's text, and checks. Valid for an exception that ended a rank, not for any line."""
 

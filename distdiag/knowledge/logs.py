@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from distdiag.facts.logs.line_patterns import named
 from distdiag.knowledge.known_lines import in_builds, job_line, known_builds, known_exceptions
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +51,7 @@ _OF_ANY = {"out-of-memory"}
 _ROLES: tuple[Role, ...] = ("cause", "consequence", "note")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Match:
     """A known failure in a log: its first line (1-based), quoted, its last line, and the number of lines with it.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Peak:
     """Dense 16-bit matrix products of one GPU, in 1e12 operations per second.
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re  # noqa: TC003 - msgspec reads the annotations
-from dataclasses import dataclass
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 
-@dataclass(frozen=True)
+@record
 class _Row:
     pattern: re.Pattern[str]
     server: str
     role: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Title:
     """The title of one process, e.g. `name` "sglang::scheduler_TP1"; `role`: one of the table's four."""
 

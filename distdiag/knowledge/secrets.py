@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Rule:
     """One pattern. `words`: every match contains one of them, in lower case; `source`: where the form is published.
 
@@ -22,7 +22,7 @@ class Rule:
     source: str
 
 
-@dataclass(frozen=True)
+@record
 class _Prefix:
     id: str
     starts: tuple[str, ...]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 
 from distdiag.knowledge.tables import load
+from distdiag.record import record
 
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<address>[^)]*)\): (?P<code>\d+)")
@@ -15,7 +15,7 @@ _NVLINK = re.compile(r"(?P<unit>[A-Z][A-Z0-9_]{2,30})\s+(?P<severity>Fatal|Non-?
 _NVLINK_CODES = range(144, 151)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Xid:
     """One kind of error. `blames`: gpu, memory, application, consequence, remap or none; empty if unknown."""
 
@@ -24,7 +24,7 @@ class Xid:
     means: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class XidLine:
     """A line of the kernel's log.
 

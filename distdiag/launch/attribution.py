@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
@@ -12,6 +12,7 @@ from distdiag.facts import machine
 from distdiag.knowledge import logs
 from distdiag.launch.rank_runs import Outcome
 from distdiag.launch.wording import found
+from distdiag.record import record
 from distdiag.report import Finding, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _BUSY = 0.2
 _READS_BYTES = 64 * 2**10
 
 
-@dataclass(frozen=True)
+@record
 class Trouble:
     """An error reported by a rank: its kind (see rank.py) and details."""
 
@@ -38,7 +39,7 @@ class Trouble:
     details: Mapping[str, object]
 
 
-@dataclass(frozen=True)
+@record
 class Attribution:
     """Ranks by cause; `troubles` excludes consequences of other ranks' errors."""
 
@@ -130,7 +131,7 @@ _PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+|(?:peer|from|to) ([\w.
 _LINES = 8
 
 
-@dataclass(frozen=True)
+@record
 class Broken:
     """A broken connection of a rank: its host, the peer's host, and the evidence."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.acceptor import Acceptor
 from distdiag.cluster.hostlist import expand
 from distdiag.errors import DistdiagError
 from distdiag.facts import programs
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ lib.PMIx_Finalize(None, ctypes.c_size_t(0))
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Home:
     """The address of rank 0: it takes the first free one of `ports`, the others try all.
 

@@ -21,6 +21,7 @@ from distdiag.cluster.records import (
 from distdiag.cluster.ship_pyspy import bring_py_spy
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +121,7 @@ class RankTimeline:
         return any(key in event.payload for event in self.events)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RankSpec:
     """One rank to start. `config` is passed to the rank module's `main`, `env` to its environment.
 
@@ -241,13 +242,13 @@ class Run:
         pause = time.monotonic() - self._looked
         if pause > _PAUSE_S:  # distdiag itself was stopped or without a core: silence in that time does not count
             self._moved += pause
-        for node, record in self._fleet.records(timeout_s):
-            if isinstance(record, Down):
+        for node, said in self._fleet.records(timeout_s):
+            if isinstance(said, Down):
                 self._lose(node)
             elif isinstance(
-                record, (protocol.RankStarted, RankEvent, RankEnded, RankInspected)
-            ) and record.rank in self._of_node.get(node.name, ()):  # a node may report only its own ranks
-                self._note(node, self.traces[record.rank], record)
+                said, (protocol.RankStarted, RankEvent, RankEnded, RankInspected)
+            ) and said.rank in self._of_node.get(node.name, ()):  # a node may report only its own ranks
+                self._note(node, self.traces[said.rank], said)
         self._looked = time.monotonic()
 
     def _note(

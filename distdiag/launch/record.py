@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001
@@ -12,6 +12,7 @@ from distdiag.facts import machine
 from distdiag.launch.collect import Ask
 from distdiag.launch.rank_runs import Outcome, RankTimeline  # noqa: TC001
 from distdiag.launch.types import Backend, Device, NodeFacts, Request, RunFacts
+from distdiag.record import record
 from distdiag.report import Finding  # noqa: TC001
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # msgspec reads the annotations.
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodeSlot:
     """A node that can run ranks: its name in the fleet, its host for texts, and its facts."""
 
@@ -38,7 +39,7 @@ class NodeSlot:
     """The node of this machine that tests paths to other machines, if that is another process."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Allocation:
     """The ranks of one node."""
 
@@ -58,7 +59,7 @@ class Allocation:
     """See NodeSlot."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Plan:
     """The ranks to run on each node, numbered node by node."""
 
@@ -80,7 +81,7 @@ class Plan:
         return list(found.values())
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Inventory:
     """The state before ranks start: a row per host, refusals by host, and the nodes' facts."""
 
@@ -92,7 +93,7 @@ class Inventory:
     """(left out, kept): two names of one machine."""
 
 
-@dataclass(frozen=True)
+@record
 class RunRecord:
     """The course of a run: outcome, trace of each rank in order, and seconds without progress at the end."""
 
@@ -105,7 +106,7 @@ class RunRecord:
     lost: dict[str, HostError] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NotStarted:
     """Why no rank was started."""
 
@@ -116,7 +117,7 @@ class NotStarted:
     interrupted: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SavedRun:
     """A run (`scene`, `plan`, `course`), or why it did not start (`not_run`). `host`: where distdiag ran.
 
@@ -141,7 +142,7 @@ Asked = TypeVar("Asked", bound=Request)
 Data = TypeVar("Data", bound=RunFacts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Job(Generic[Asked, Data]):
     """A command's use of ranks: their module, configuration, and the diagnosis of the run."""
 

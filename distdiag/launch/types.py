@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from distdiag.cluster.targets import Cluster
 from distdiag.facts.host.pcie_types import Pcie  # noqa: TC001 - what is sent is decoded by its annotations
+from distdiag.record import record
 from distdiag.report import quoted
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Status(StrEnum):
     WAITING = "waiting"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Fault:
     """A real fault to inject into ranks, `option` as typed. `place`: its stage or row, if the kind has a choice."""
 
@@ -54,7 +55,7 @@ class Fault:
     place: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options; `program` is how distdiag was called, for commands to paste."""
 
@@ -115,7 +116,7 @@ class Request:
         return " ".join([f"{self.program} {self.command}", *where, *options, *([extra] if extra else [])])
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Versions:
     """Versions reported by the ranks; None if absent, or no rank got to that point."""
 
@@ -126,7 +127,7 @@ class Versions:
     nccl: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RankResult:
     """One row of the table."""
 
@@ -146,7 +147,7 @@ class RankResult:
     elapsed_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RunFacts:
     """The facts of a run, common to every command that starts ranks."""
 
@@ -164,7 +165,7 @@ class RunFacts:
     """None on one node: its ranks use 127.0.0.1."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Rendezvous:
     """The ranks' rendezvous address, and each node's interface to it."""
 
@@ -176,7 +177,7 @@ class Rendezvous:
     paths_open: int
 
 
-@dataclass(frozen=True)
+@record
 class Gpus:
     """NVIDIA GPUs here. `visible` is None if the driver did not answer; `error` is the reason."""
 
@@ -185,7 +186,7 @@ class Gpus:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class NodeFacts:
     """The facts of a node before ranks start there."""
 

@@ -14,11 +14,12 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from distdiag.facts import private_files
 from distdiag.facts.process.rank_identity import own_label, own_rank, torch_distributed
 from distdiag.facts.text import fold
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _ROW_WEIGHT, _COLUMN_WEIGHT = 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1
 """Odd, so that a swap of two values in one row or column changes the sum."""
 
 
-@dataclass(frozen=True)
+@record
 class Entry:
     """One value of a rank. `shard`: which shard of it the rank holds; "" where it is replicated, "-" where unknown."""
 
@@ -52,7 +53,7 @@ class Entry:
         return self.shard == "-"
 
 
-@dataclass(frozen=True)
+@record
 class Saved:
     """The file of one rank; `world_size` is that of the group."""
 
@@ -62,7 +63,7 @@ class Saved:
     entries: list[Entry]
 
 
-@dataclass(frozen=True)
+@record
 class Difference:
     """A value that differs between ranks that should be equal. `groups`: ranks that agree, largest first.
 
@@ -89,7 +90,7 @@ class Difference:
         return f"{self.kind} {self.name}: {_ranks(self.ranks)} {verb} from {others} ({self.why})"
 
 
-@dataclass(frozen=True)
+@record
 class SyncResult:
     """What `sync_check` found: differences in the order of the model, how many values were compared, how many not."""
 

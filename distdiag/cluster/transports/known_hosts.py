@@ -11,9 +11,10 @@ import hmac
 import os
 import re
 import stat
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +36,7 @@ class KeyVerdict(StrEnum):
     OTHER_TYPE = "other-type"
 
 
-@dataclass(frozen=True, slots=True)
+@record(slots=True)
 class Verdict:
     """A verdict and the line that it rests on; UNKNOWN rests on none."""
 
@@ -44,7 +45,7 @@ class Verdict:
     line: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(slots=True)
 class _Line:
     """A key and its hosts: one hashed name, or names in lower case."""
 

@@ -27,6 +27,7 @@ from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.errors import DistdiagError
 from distdiag.facts import programs
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ _COMPLAINTS = (
 _FAILED = re.compile(r"(?:failed on node|Task launch.*on node) ([\w.-]+): (.+)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Payload:
     """What runs on each node (`message`: see boot.pack_message), and how its Python is found."""
 

@@ -9,12 +9,13 @@ import pwd
 import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from distdiag.errors import DistdiagError
 from distdiag.facts import programs
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _PLAIN_NAME = re.compile(rf"[A-Za-z][A-Za-z0-9._-]*|{_BYTE}(?:\.{_BYTE}){{3}}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SshSettings:
     """How to connect to `host`, the name as requested.
 

@@ -8,7 +8,7 @@ Source: nccl-tests, doc/PERFORMANCE.md, and the ...GetCollByteCount functions of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from distdiag.record import record
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv")
 SPREAD = ("all_gather", "reduce_scatter", "all_to_all")
@@ -32,7 +32,7 @@ _ALIGN_BYTES = 16
 """nccl-tests rounds each rank's part down to a multiple of this."""
 
 
-@dataclass(frozen=True)
+@record
 class Shape:
     """Elements that one rank sends and receives. `count` is the column of that name in nccl-tests: a rank's part."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.errors import UsageError
 from distdiag.launch import types
 from distdiag.options import parse_size
+from distdiag.record import record
 
 STAGES = ("start", "connect", "init", "agree", "bench", "done")
 GIGA = 1e9
@@ -34,7 +34,7 @@ class Stat(StrEnum):
     MAX = "max"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Times:
     """Times of one iteration, each on its slowest rank. p50 and p99 as in nccl-tests; iqr = p75 - p25.
 
@@ -49,7 +49,7 @@ class Times:
     iqr: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SizeResult:
     """A row. Bandwidths use the median time (or --stat). `wrong` None: not checked."""
 
@@ -67,7 +67,7 @@ class SizeResult:
     skipped: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Baseline:
     """The rows of an earlier run; `made_by` is distdiag, nccl-tests or rccl-tests, with the version if known."""
 
@@ -82,7 +82,7 @@ class Baseline:
     """Results with wrong data."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request(types.Request):
     """The options of one run; `iterations` None: determined by `min_time_s`. `in_place` None: torch's usual form."""
 
@@ -125,7 +125,7 @@ class Request(types.Request):
         return {"sizes": "1KiB:1MiB"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Arrival:
     """A rank's entry into the collectives: its median time inside, and its delay after the first rank."""
 
@@ -137,7 +137,7 @@ class Arrival:
     late_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Expectation:
     """Known figures for such hardware, and the largest all_reduce relative to them; None if unknown."""
 
@@ -150,7 +150,7 @@ class Expectation:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Compared:
     """A row of both runs: `ratio` is its time / the earlier time; beyond 1 + `band` it is slower."""
 
@@ -165,7 +165,7 @@ class Compared:
     slower: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Bench(types.RunFacts):
     """The facts of a run."""
 

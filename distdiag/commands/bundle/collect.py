@@ -11,12 +11,13 @@ import pwd
 import re
 import socket
 import stat
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.facts import deadlines, machine
 from distdiag.facts.logs import job_output
 from distdiag.facts.process import procs
 from distdiag.jobs.collect import facts
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _MOST_ENVIRON = 2**20
 _MOST_OF_LIMITS = 8192
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """The job's ranks, (pid, rank), and launchers. `tail_bytes`: to read of each log; `most_bytes`: of all."""
 
@@ -55,7 +56,7 @@ class Ask:
     most_bytes: int
 
 
-@dataclass(frozen=True)
+@record
 class RankProcess:
     """One rank or launcher. `environment`: variables relevant to training; `other_variables`: names of the rest."""
 
@@ -70,7 +71,7 @@ class RankProcess:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class LogTail:
     """The end of a log file. `size_bytes`: of the whole file; `rank`: its only writer, if any."""
 
@@ -81,7 +82,7 @@ class LogTail:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Names:
     """Names of people and machines, and the job's secrets: used for redaction, never written."""
 
@@ -92,7 +93,7 @@ class Names:
     secrets: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Part:
     """One message."""
 

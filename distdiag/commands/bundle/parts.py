@@ -7,9 +7,11 @@ listing and reading follow from the name of the command.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 _SAMPLES = 16
 
 
-@dataclass(frozen=True)
+@record
 class Part:
     """A command in the bundle. `home`: MODULE:NAME of its Subcommand; `about`: text for the manifest."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 # msgspec reads the annotations.
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.bundle.collect import Part
+from distdiag.record import record
 
 COMMAND = "bundle"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options. `logs` and `recorder` are paths on the hosts."""
 
@@ -26,7 +25,7 @@ class Request:
     most_bytes: int = 20 * 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodeDetails(Part):
     """Bundle's own facts of one node; `missing`: why some are missing."""
 
@@ -34,7 +33,7 @@ class NodeDetails(Part):
     missing: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Verdict:
     """One command's verdict on the facts in the bundle. `same`: equal to the one before redaction.
 
@@ -48,7 +47,7 @@ class Verdict:
     aside: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class OnHost:
     """The job's processes read on one host."""
 
@@ -58,7 +57,7 @@ class OnHost:
     """Both are pids."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class TakenJob:
     """The job in the bundle. `has_gpu`: a rank has a GPU open."""
 
@@ -68,7 +67,7 @@ class TakenJob:
     has_gpu: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Member:
     """A file in the bundle, with a description."""
 
@@ -77,7 +76,7 @@ class Member:
     about: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Bundle:
     """The written bundle. `map_file` is kept local; `cut`: parts left out due to size.
 

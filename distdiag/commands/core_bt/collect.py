@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import machine, packed_files
 from distdiag.facts.core import core_file, last_words, pystack, setup, stacks, stored_cores, unwinder
@@ -14,6 +14,7 @@ from distdiag.facts.core.core_file import CoreNotes  # noqa: TC001 - decoding re
 from distdiag.facts.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
 from distdiag.facts.core.stacks import ThreadStack  # noqa: TC001 - decoding reads it
 from distdiag.facts.process import procs, rank_identity
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _MAX_UNPACKED_BYTES = 64 * 2**30
 _MAX_THREADS = 512
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """Core files, or `setup`: whether this machine and its ranks can leave a core.
 
@@ -39,7 +40,7 @@ class Ask:
     setup: bool
 
 
-@dataclass(frozen=True)
+@record
 class CoreFacts:
     """One core file. `error`: why it is unreadable; otherwise `notes` is set.
 
@@ -62,7 +63,7 @@ class CoreFacts:
     tools: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class NodeCores:
     """The facts of one node. `left_out`: number of cores not read; `missed`: unreadable paths, with reasons."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import format_hosts, format_size
 from distdiag.facts.core.setup import PatternKind
 from distdiag.knowledge.crashes import core_limit
+from distdiag.record import record
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _ALL_CORES = "/var/crash/core.%e.%h.%p"
 _FILES = (PatternKind.RELATIVE, PatternKind.ABSOLUTE)
 
 
-@dataclass(frozen=True)
+@record
 class _Node:
     """A node to judge; `processes` are its ranks, else distdiag itself."""
 

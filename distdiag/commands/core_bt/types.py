@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from distdiag.cluster.targets import Cluster
 from distdiag.facts.core.stacks import ThreadStack  # noqa: TC001 - msgspec reads it
+from distdiag.record import record
 
 COMMAND = "core-bt"
 
@@ -19,7 +20,7 @@ class Threads(StrEnum):
     ALL = "all"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options of one run."""
 
@@ -37,7 +38,7 @@ class Request:
         return " ".join([self.program, COMMAND, *where, *words])
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Core:
     """One core. None: not in the core.
 
@@ -72,7 +73,7 @@ class Core:
     tools: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Unread:
     """A file that is not a core or is unreadable, and why."""
 
@@ -81,7 +82,7 @@ class Unread:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class CoreBt:
     """Everything found, the earliest crash first; `searched`: the directories, if no core was named."""
 

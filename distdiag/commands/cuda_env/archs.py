@@ -8,11 +8,11 @@ same major from its own minor upwards; Tegra chips and discrete cards are not in
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.errors import UsageError
 from distdiag.knowledge.cuda import arch_of, tables
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ _SAME_CHIP = ({(10, 1), (11, 0)},)
 """Thor: CUDA 13.0 renamed 10.1 to 11.0."""
 
 
-@dataclass(frozen=True, order=True)
+@record(order=True)
 class Arch:
     """One architecture: 9.0a is (9, 0, "a")."""
 
@@ -79,7 +79,7 @@ def how_it_runs(cubins: Iterable[str], ptx: Iterable[str], gpu: Arch) -> str:
     return "ptx" if any(ptx_runs(from_nvcc(arch), gpu) for arch in ptx) else ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class ArchList:
     """TORCH_CUDA_ARCH_LIST as parsed by torch: `wanted` (architecture, with PTX), `wrong`: the elements it rejects."""
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from distdiag.facts import machine, programs
 from distdiag.facts.cuda import (
@@ -30,6 +30,7 @@ from distdiag.facts.cuda.requirements import Unmet  # noqa: TC001
 from distdiag.facts.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
 from distdiag.facts.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
 from distdiag.facts.cuda.versions import Versions
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """`goal`: run, build or all. `python`: interpreter of the environment, "": this one; `chosen`: by which rule.
 
@@ -62,7 +63,7 @@ class Ask:
     root: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Imported:
     """The result of importing torch. `error`: empty on success; `stage`: the step that timed out, if any.
 
@@ -84,7 +85,7 @@ class Imported:
     fixed_without: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class CudaFacts:
     """One node. `imported`: None if torch is not installed, or its import was not requested."""
 
@@ -122,7 +123,7 @@ class CudaFacts:
             raise ValueError(f"no record of the toolkit that {min(lacking)} uses")
 
 
-@dataclass(frozen=True)
+@record
 class Arrived:
     """The facts known before examining the node."""
 

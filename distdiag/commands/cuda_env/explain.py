@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from distdiag.ids import RowId
 from distdiag.knowledge.cuda import minor
 from distdiag.knowledge.known_lines import known_builds
 from distdiag.knowledge.logs import read_log, shortened
+from distdiag.record import record
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _of_another_torch(found: Sequence[Match], nodes: Sequence[CudaFacts]) -> lis
     return signs
 
 
-@dataclass(frozen=True)
+@record
 class _Here:
     """The context for explaining a log: the first node, problems of all nodes, and the GPUs to build for."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.types import COMMAND, Goal, Problem, Remedy
 from distdiag.diagnosis import finding_ids
 from distdiag.diagnosis.verdicts import Verdict, filled, read_table, rows
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ _TABLE = "cuda_problems"
 _NO_REMEDY = Remedy()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class _Row(Verdict):
     goals: Goal = Goal.ALL
     cause: str = "[{cause}]"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
 from distdiag.commands.cuda_env.collect import CudaFacts  # noqa: TC001
+from distdiag.record import record
 from distdiag.report import Level
 
 COMMAND = "cuda-env"
@@ -25,7 +25,7 @@ class Goal(StrEnum):
         return frozenset({Goal.RUN, Goal.BUILD}) if self is Goal.ALL else frozenset({self})
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options."""
 
@@ -42,7 +42,7 @@ class Request:
     """Capabilities ("8.6") of the GPUs to build for; empty: the local GPUs."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Remedy:
     """A fix: text, variables to set, as (name, value) in shell syntax, and to unset, and commands."""
 
@@ -59,7 +59,7 @@ class Remedy:
         return (*unset, *export, *self.commands)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Problem(Remedy):
     """One problem on one host, with its fix."""
 
@@ -72,7 +72,7 @@ class Problem(Remedy):
     evidence: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Section:
     """One part of the report on one host: a line and its problems. `skipped`: the reason if it was not judged."""
 
@@ -90,7 +90,7 @@ class Section:
         return next((level for level in order if any(problem.level is level for problem in self.problems)), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Ready:
     """Whether CUDA programs can be run and built; None if not requested or unknown."""
 
@@ -98,7 +98,7 @@ class Ready:
     build: bool | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodeEnv:
     """One node. `users`: the toolkit of each kind of build, name -> directory, empty for none.
 
@@ -112,7 +112,7 @@ class NodeEnv:
     ready: Ready
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SectionRow:
     """One line of the report, for all hosts with the same result. `level`: ok, skipped, or the worst finding's.
 
@@ -128,7 +128,7 @@ class SectionRow:
     details: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Silenced:
     """A finding hidden by --ignore."""
 
@@ -138,7 +138,7 @@ class Silenced:
     hosts: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Step:
     """A problem that remains with all variables of `exports` set, and its fix."""
 
@@ -148,7 +148,7 @@ class Step:
     commands: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class LogRow:
     """Counts of the log given to --explain: its lines, recognised causes, and other recognised lines."""
 
@@ -157,7 +157,7 @@ class LogRow:
     others: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class CudaEnv:
     """The data of --json. `exports` and `steps` are for the first node."""
 

@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
 from distdiag.facts import deadlines, machine
@@ -27,6 +27,7 @@ from distdiag.facts.network.interfaces import Names  # noqa: TC001
 from distdiag.facts.network.link_counters import Counters  # noqa: TC001
 from distdiag.facts.network.nics import IbPort, Nic  # noqa: TC001
 from distdiag.jobs import collect as processes
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ _MOST_LINES, _KEPT_LINES = 100_000, 100
 _SLACK_S = 2.0
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """`paths`: further folders. `python`: the interpreter to examine, "": our own. `kernel`: rows of known lines."""
 
@@ -70,14 +71,14 @@ class Ask:
     kernel: Rows
 
 
-@dataclass(frozen=True)
+@record
 class Arrived:
     """The first report, sent before reading anything."""
 
     host: str
 
 
-@dataclass(frozen=True)
+@record
 class Limit:
     """A resource limit inherited by child processes; None: unlimited. In bytes, files or processes."""
 
@@ -86,7 +87,7 @@ class Limit:
     hard: int | None
 
 
-@dataclass(frozen=True)
+@record
 class System:
     """The node itself. `may_lock`: has CAP_IPC_LOCK. `in_step`: started by SLURM or mpirun."""
 
@@ -113,7 +114,7 @@ class System:
     no_proxy: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Disks:
     """The file systems of the node: those of `written`, the folders that jobs write to, and network mounts."""
 
@@ -121,7 +122,7 @@ class Disks:
     written: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@record
 class NodeNetwork:
     """The network of the node. `names` is None if the resolver timed out."""
 
@@ -133,7 +134,7 @@ class NodeNetwork:
     ephemeral_ports: str
 
 
-@dataclass(frozen=True)
+@record
 class Software:
     """The Python that runs distdiag there, and its packages' versions; "": not installed. `error`: why unknown."""
 
@@ -150,7 +151,7 @@ class Software:
     """Bytes of each library in torch/lib, by file name."""
 
 
-@dataclass(frozen=True)
+@record
 class Gpus:
     """The GPUs of the node according to the bus, the driver's libraries and nvidia-smi; `asked_s`: their time limit."""
 
@@ -163,7 +164,7 @@ class Gpus:
     """The nodes in IMEX's own list, sorted."""
 
 
-@dataclass(frozen=True)
+@record
 class KernelLog:
     """Relevant lines of the kernel's log of the last week; or why it is unreadable."""
 
@@ -171,7 +172,7 @@ class KernelLog:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Jobs:
     """The ranks running here, by pid, and the load average of the last minute.
 
@@ -183,7 +184,7 @@ class Jobs:
     oldest_s: float | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Clock:
     """Offset of the node's clock to that of the machine running distdiag, and the uncertainty: half the round trip."""
 
@@ -191,7 +192,7 @@ class Clock:
     uncertainty_s: float
 
 
-@dataclass(frozen=True)
+@record
 class Part:
     """One message of a node. `time_s`: its clock on receipt of the request; `late`: parts that timed out.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from distdiag.diagnosis.wording import counted, format_age
 from distdiag.fold import by_key
 from distdiag.knowledge import xids
 from distdiag.knowledge.cuda import tables
+from distdiag.record import record
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _LONG_S = 20
 """A call that exceeds this hangs: 8 GPUs without persistence mode need less."""
 
 
-@dataclass(frozen=True)
+@record
 class SpeedLimit:
     """A bound on the speed of a GPU, equal on GPUs of one model.
 

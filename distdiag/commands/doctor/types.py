@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 # msgspec reads the annotations.
 from distdiag.cluster.rendezvous_test import NetworkPath  # noqa: TC001
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.doctor.collect import Part
 from distdiag.facts.network.interfaces import Network  # noqa: TC001
+from distdiag.record import record
 from distdiag.report import Fix, Level  # noqa: TC001
 
 COMMAND = "doctor"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options of one run. `ignore`: (id, reason); `paths`: further folders whose file systems are checked.
 
@@ -31,7 +30,7 @@ class Request:
     verbose: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodePaths:
     """Results of one node for its paths to others.
 
@@ -45,7 +44,7 @@ class NodePaths:
     silent: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodeDoctor(Part):
     """The facts of one node; a missing part is None, with the reason in `late`, `failed` or `missing`."""
 
@@ -54,7 +53,7 @@ class NodeDoctor(Part):
     missing: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Symptom:
     """A problem of one node, without its name: equal symptoms of several nodes become one finding.
 
@@ -70,7 +69,7 @@ class Symptom:
     fix: Fix | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class DifferenceRow:
     """A fact that differs between nodes: value -> hosts. `outliers`: hosts without the majority value, if any."""
 
@@ -80,7 +79,7 @@ class DifferenceRow:
     outliers: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodeRow:
     """One node: "fit", "fit with warnings", "not fit" or "unknown", and the ids of the findings behind that."""
 
@@ -92,7 +91,7 @@ class NodeRow:
     clock_uncertainty_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Silenced:
     """A finding suppressed by --ignore."""
 
@@ -101,7 +100,7 @@ class Silenced:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Doctor:
     """The result. `fit`: of all nodes; `exclude`: nodes to exclude, in the format of SLURM's --exclude."""
 

@@ -8,13 +8,13 @@ groups with TP=8) share it: `Traffic.sharing` counts the groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from distdiag.record import record
 
 _BYTES = 2
 """Size of a sent value: bfloat16 or float16."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Shape:
     """Sizes of a transformer; 0 where not given.
 
@@ -57,7 +57,7 @@ class Shape:
         return self.hidden * (self.layers * 2 * (width + kv) + ffn * (3 if self.gated else 2))
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Run(Shape):
     """A training run. `batch` is global: sequences per step; `accumulate`: micro-batches in a step."""
 
@@ -79,7 +79,7 @@ class Run(Shape):
         return self.gpus > self.gpus_per_node
 
 
-@dataclass(frozen=True)
+@record
 class Traffic:
     """Bytes that each GPU sends in one step, with the arithmetic.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.commands.estimate.arithmetic import Run, Traffic, tflops, traffic
@@ -10,6 +9,7 @@ from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_duration
 from distdiag.knowledge.bandwidth import GB
 from distdiag.knowledge.peaks import Peak  # noqa: TC001 - msgspec reads the annotations
+from distdiag.record import record
 from distdiag.report import Finding, Level, Report
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _LARGE_BUBBLE = 0.2
 """Of a step. With m = 4 p, from where on GPipe (arXiv:1811.06965) calls it negligible, it is below."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Speed:
     """TFLOPS per GPU: `model` counts no recomputation, `hardware` counts it where the run recomputes."""
 
@@ -35,7 +35,7 @@ class Speed:
     steps: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Estimate:
     """All figures of a run.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, answer_as
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.report import Report
@@ -21,7 +21,7 @@ _PATH = re.compile(r"\S*/\S*|\S+\.(?:log|out|err|txt)")
 """Text that can only be a file."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Explained:
     """The meaning of a finding's id."""
 

@@ -9,16 +9,17 @@ import fnmatch
 import gc
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.commands.floatcmp.operation import OpComparison  # noqa: TC001 - msgspec reads the annotations
 from distdiag.facts import programs
+from distdiag.record import record
 from distdiag.training.floatcmp.result import Comparison  # noqa: TC001 - msgspec reads the annotations
 
 COMMAND = "floatcmp"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options. `a` and `b` are files, or with `op` settings."""
 
@@ -41,7 +42,7 @@ class Request:
         return f"{self.program} {COMMAND} {shlex.join([*operation, self.a, self.b, *reference, *exact, *words])}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Answer:
     """The result, one of `files`, `operation` and `failed`; `is_usage`: the options are at fault."""
 

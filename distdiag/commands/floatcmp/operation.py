@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.verdicts import finding
 from distdiag.errors import UsageError
 from distdiag.output import Wrapped
+from distdiag.record import record
 from distdiag.report import Level, Report
 from distdiag.training.floatcmp.result import Pair, share
 
@@ -29,7 +29,7 @@ EXPECTED, TF32, BFLOAT16, SHORT_SUM, BEYOND = "expected", "tf32", "bfloat16", "s
 """The first of these error bounds that a result keeps: its dtype's, inputs of 11 bits, of 8 bits, a sum in 16 bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Side:
     """One way to compute it, as typed and parsed. `threads` 0: torch's default."""
 
@@ -41,7 +41,7 @@ class Side:
     deterministic: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Measured:
     """The error of one side's result against float64. `reproducible`: three runs gave the same bits.
 
@@ -62,7 +62,7 @@ class Measured:
         return self.kind == EXPECTED or (self.kind == TF32 and self.side.tf32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class OpComparison:
     """One operation, computed in two ways. `rule`: the reason for the bound."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from distdiag.facts.gpu.computed import Computed  # noqa: TC001 - the schema reads the annotations
 from distdiag.launch import types
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.launch.record import Allocation, Plan
@@ -40,7 +41,7 @@ class FaultKind(StrEnum):
     WRONG_COMPUTE = "wrong-compute"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request(types.Request):
     """The options of one run."""
 
@@ -65,7 +66,7 @@ class Request(types.Request):
         return {"size": "1MiB"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class GpuTest(types.RunFacts):
     """The facts of one run; `arch_list`: the GPU architectures torch was compiled for, empty on the CPU."""
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 # msgspec reads the annotations.
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.diagnosis.stuck.types import SourceRow, StuckKind  # noqa: TC001
 from distdiag.jobs.types import JobSummary  # noqa: TC001
+from distdiag.record import record
 
 COMMAND = "hang"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Wanted:
     """The selected job; empty: any."""
 
@@ -21,7 +20,7 @@ class Wanted:
     user: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options. `logs` and `recorder` are paths on the hosts; `quick`: sample just twice.
 
@@ -40,7 +39,7 @@ class Request:
     verbose: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class HangRank:
     """One rank. `doing`: class of its stack; `frames`: innermost first; `waits_for`: the rank it waits for, if known.
 
@@ -67,7 +66,7 @@ class HangRank:
     recent: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Hang:
     """The data of the report. `class_name`: kind of fault; `candidates`: possible explanations if unknown."""
 

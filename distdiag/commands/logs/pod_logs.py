@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.pods import find_pods
 from distdiag.facts import programs
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _MOST_BYTES = 256 * 2**20
 _TO_FILE = 'exec "$@" >"$0"'
 
 
-@dataclass(frozen=True)
+@record
 class _Log:
     pod: Pod
     container: str

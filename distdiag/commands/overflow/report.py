@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.verdicts import finding
+from distdiag.record import record
 from distdiag.report import Level, Report, Where
 from distdiag.training.overflow.report import (  # noqa: TC001 - msgspec reads the annotations
     Detection,
@@ -25,7 +25,7 @@ COMMAND = "overflow"
 _MOST_FILES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Overflow:
     """Result of a watched job. `status`: the job's exit status, negative for a signal.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.agent import port_scan, rendezvous
 from distdiag.agent.port_scan import PortResult  # noqa: TC001
@@ -13,6 +13,7 @@ from distdiag.facts.network import interfaces as network
 from distdiag.facts.network.interfaces import Network  # noqa: TC001 - these are decoded by their annotations
 from distdiag.facts.network.listeners import Listener, listeners
 from distdiag.facts.network.nics import IbPort, ib_ports, nics
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _FIREWALLS = {"firewalld": "firewall-cmd", "ufw": "ufw", "nftables": "nft", "ipt
 _BATCH = 256
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """Probe other hosts: (host, port); `timeout_s`: of each."""
 
@@ -35,7 +36,7 @@ class Ask:
     timeout_s: float
 
 
-@dataclass(frozen=True)
+@record
 class NodePorts:
     """One node. `variables` include those set in nccl.conf; `master`: addresses of MASTER_ADDR here.
 
@@ -53,7 +54,7 @@ class NodePorts:
     container: str
 
 
-@dataclass(frozen=True)
+@record
 class ScanBatch:
     """Some probed ports."""
 

@@ -17,13 +17,14 @@ from distdiag.commands.ports.collect import NodePorts  # noqa: TC001
 from distdiag.diagnosis import nic_selection
 from distdiag.diagnosis.nic_selection import SelectedNic  # noqa: TC001
 from distdiag.errors import UsageError
+from distdiag.record import record
 
 COMMAND = "ports"
 USUAL_PORT = 29500
 """torch's default MASTER_PORT."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options."""
 
@@ -104,7 +105,7 @@ def address_of(node: NodePorts) -> str:
     return nic_selection.address_of(node.network.interfaces, node.variables)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Choice:
     """The interfaces NCCL and Gloo use on a node; empty for a library that would fail."""
 
@@ -112,7 +113,7 @@ class Choice:
     gloo: tuple[SelectedNic, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class ProbeRow(PortResult):
     """A port of a host, probed from the node `source`. `by`: distdiag, http, ssh, other, silent; empty if not open."""
 

@@ -7,7 +7,6 @@ explicit label or file name; a number of `srun -l` is a task, and counts as rank
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from distdiag.cluster.checked_json import InvalidData, read_json
@@ -19,6 +18,7 @@ from distdiag.fold import by_key
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.roles import DUMPED
 from distdiag.jobs.types import NodePicture
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ class _DumpedThread(TypedDict):
     owns_gil: NotRequired[bool]
 
 
-@dataclass(frozen=True)
+@record
 class Dump:
     """One process of a dump; `label` is the prefix of its lines, or the file's name."""
 

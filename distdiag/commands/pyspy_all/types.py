@@ -5,13 +5,13 @@ The result has structs instead of dataclasses: one key is "class", and tens of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec  # noqa: TID253 - imported with the subcommand
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
 from distdiag.jobs.types import JobSummary  # noqa: TC001
+from distdiag.record import record
 
 COMMAND = "pyspy-all"
 _RENAMED = {"class_": "class"}
@@ -24,7 +24,7 @@ class Threads(StrEnum):
     ALL = "all"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options of one run."""
 

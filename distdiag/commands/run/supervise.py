@@ -28,6 +28,7 @@ from distdiag.facts.logs.demux import plain
 from distdiag.facts.process import procs
 from distdiag.facts.stacks.stack_sampler import SampleOptions, take_samples
 from distdiag.facts.text import printable
+from distdiag.record import record
 from distdiag.report import Where  # noqa: TC001 - msgspec reads the annotations
 from distdiag.training import recorded_output
 
@@ -88,7 +89,7 @@ class _Answer(msgspec.Struct, frozen=True):
     data: _HangData = _HangData()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Plan:
     """How to run the job. `stall_s`: 0 for never; `on_stall`: report or kill."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.commands.run.sanitizer import NEEDS_OWN_BLOCKS
 from distdiag.errors import UsageError
+from distdiag.record import record
 from distdiag.training.line_trace import recorder as line_trace
 from distdiag.training.overflow import session as overflow
 
@@ -26,7 +26,7 @@ _RENAMED = (2, 9)
 """Since PyTorch 2.9 the flight recorder's variables are TORCH_FR_*; the TORCH_NCCL_* names still work, and warn."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Switches:
     """The chosen switches; empty or false: off."""
 
@@ -42,7 +42,7 @@ class Switches:
     ranks: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Variable:
     """One variable: its value, and the reason or cost."""
 

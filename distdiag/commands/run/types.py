@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - saved requests are decoded by it
 from distdiag.facts.logs.collect import NodeLogs  # noqa: TC001
 from distdiag.facts.programs import signal_name
 from distdiag.facts.stacks.stack_types import Frame  # noqa: TC001
+from distdiag.record import record
 
 COMMAND = "run"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options. `folder`: the folder of the output; empty if not kept."""
 
@@ -22,7 +21,7 @@ class Request:
     folder: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RankRun:
     """One rank of one generation, times in seconds since the job began.
 
@@ -55,7 +54,7 @@ TIME_LIMIT = "time limit"
 """The reason of a snapshot shortly before SLURM ends the job."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Picture:
     """The result of `hang` at one moment. `reason`: stall, SIGTERM or TIME_LIMIT.
 
@@ -74,7 +73,7 @@ class Picture:
     error: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RankStack:
     """The stack of a rank after the first exit. `error`: why it has no frames; `frames`: innermost first."""
 
@@ -85,7 +84,7 @@ class RankStack:
     error: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Stacks:
     """The stacks of the ranks still alive after the first exit; no ranks: the others had exited too.
 
@@ -99,7 +98,7 @@ class Stacks:
     folder: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SanitizerLog:
     """The log of compute-sanitizer for one process of a rank.
 
@@ -115,7 +114,7 @@ class SanitizerLog:
     launched: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodeRun:
     """The record of one node. `began_at`: Unix time. `status`: the launcher's; None while it runs.
 
@@ -138,7 +137,7 @@ class NodeRun:
     slurm_job: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Run:
     """The data of the report. Times on all nodes count from the same moment.
 

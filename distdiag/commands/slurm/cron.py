@@ -6,12 +6,12 @@ import contextlib
 import os
 import re
 import shlex
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.options import JsonOpt, called_as, parse_duration
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ COMMAND = "slurm cron"
 _FOLDER = "distdiag-cron"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Cron:
     """A job that resubmits itself. `job`: the submitted run; empty after --stop."""
 

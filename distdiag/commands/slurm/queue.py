@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from distdiag.diagnosis.verdicts import read_table
 from distdiag.errors import DistdiagError
 from distdiag.facts import programs
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 _FORMAT = "%i|%F|%T|%r|%S|%j"
 """Job, array job, state, reason, (expected) start, name: the name last, as it may contain the separator."""
 
 
-@dataclass(frozen=True)
+@record
 class Job:
     """A job as squeue shows it, with the fields of _FORMAT; `start` is an ISO time, or N/A."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.options import JsonOpt, StrictOpt  # noqa: TC001 - Typer reads the annotations
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BEST_FIRST = ("running", "pending", "suspended", "held", "will-not-start", "gone")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Watched:
     """The jobs of one name or id, including ended jobs while SLURM remembers them.
 
@@ -34,7 +34,7 @@ class Watched:
     jobs: tuple[Job, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Watch:
     """One entry per name or id given."""
 

@@ -12,6 +12,7 @@ from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.diagnosis.verdicts import finding
 from distdiag.jobs.collect import Ask, Processes
 from distdiag.jobs.types import NodeStacks
+from distdiag.record import record
 from distdiag.report import Where
 from distdiag.runner import Asks, Question
 
@@ -31,7 +32,7 @@ AnyRequest = Any
 """A request: each command has its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class NodeAnswer(Generic[Reply]):
     """What one node sent: its processes, and its replies about the selected ones."""
 

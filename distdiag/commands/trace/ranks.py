@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
@@ -12,6 +12,7 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
 from distdiag.jobs.roles import find_jobs, is_called, job_options, launcher_name, of_interest, short_name, without_ranks
 from distdiag.options import parse_ranks
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +40,7 @@ _BARE = Process(
 _SHOWN = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Wanted:
     """The selected processes; all jobs if every field is empty."""
 
@@ -49,7 +50,7 @@ class Wanted:
     user: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Chosen:
     """A selected process and its role in the job. `rank` and `job` are None if unknown.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from distdiag.diagnosis.flight_recorder.matching import find_call, times
 from distdiag.facts.recorder.read_dump import FAILED
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ class Kind(StrEnum):
     LATE = "late-rank"
 
 
-@dataclass(frozen=True)
+@record
 class Cause:
     """One cause. `ranks` are blamed (empty if undecided); `waiting` are the victims.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag.facts.recorder.read_dump import ENDED, unpack
+from distdiag.record import record
 
 if TYPE_CHECKING:
     import array
@@ -46,7 +47,7 @@ _RECENT = 24
 """Recent calls kept per rank for display."""
 
 
-@dataclass(frozen=True)
+@record
 class Operation:
     """An operation; `agrees` must be equal on all ranks of the collective."""
 
@@ -68,7 +69,7 @@ class Operation:
         return _elements(self.sizes)
 
 
-@dataclass(frozen=True)
+@record
 class Call:
     """One operation as recorded by one rank. `seq` numbers collectives within the group, `record` the rank's entries.
 
@@ -122,7 +123,7 @@ class Pair:
     received: int = 0
 
 
-@dataclass(frozen=True)
+@record
 class Outdated:
     """A dump from another moment: rank `witness` has ended `seq`, but this dump ends at `issued`."""
 

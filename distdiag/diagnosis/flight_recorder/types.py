@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
+from distdiag.record import record
 
 COMMAND = "flight-recorder"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options. `world_size`: 0 to infer it from the dumps; `wait_s`: how long to wait for triggered dumps."""
 
@@ -23,7 +23,7 @@ class Request:
     verbose: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class CallRow:
     """One operation of one rank. `number`: of the collective within its group, None for p2p.
 
@@ -55,7 +55,7 @@ class CallRow:
         return f"{self.function} ({os.path.basename(self.file)}:{self.line})" if self.file else ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RankRow:
     """One rank. `status`: "waits", "idle" (all issued operations have ended), "failed", "no dump", "old dump".
 
@@ -77,7 +77,7 @@ class RankRow:
     recent: tuple[CallRow, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class FlightRecorder:
     """The data of the report. `world_size`: number of ranks as far as known."""
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_within
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Difference:
     """A fact with different values: the most common value, and each other value with its hosts."""
 

@@ -10,6 +10,7 @@ from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.knowledge import xids
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.knowledge.logs import known_exception
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +46,7 @@ _COLLECTIVES = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Exit:
     """A rank's end as reported by a launcher.
 
@@ -134,7 +135,7 @@ def _last_words(node: NodeLogs, ranks: Sequence[int | None]) -> Iterator[tuple[i
             yield rank, log.last
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Round:
     """One generation of the job: the failures and exits of its ranks."""
 

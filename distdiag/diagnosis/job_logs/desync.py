@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.job_logs.types import number_in
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +38,7 @@ class RankInGroup:
     member: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Desync:
     """The judgement on one group. `kind`: behind, mismatch, silent, same, never, outside, unclear.
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - saved requests are decoded by it
+from distdiag.record import record
 
 COMMAND = "logs"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options. `timeline`: also show all events in order."""
 
@@ -19,7 +20,7 @@ class Request:
     timeline: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Failure:
     """A failure reported by a rank, or by a line without one.
 
@@ -49,7 +50,7 @@ class Failure:
     job_went_on: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class RankEnd:
     """One rank's end in the judged generation. `exit`: as its launcher reports it."""
 
@@ -61,7 +62,7 @@ class RankEnd:
     lines: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class LogSource:
     """One log file."""
 
@@ -75,7 +76,7 @@ class LogSource:
     error: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Logs:
     """The data of the report. `world`: number of ranks as far as known; `generations`: of an elastic job."""
 

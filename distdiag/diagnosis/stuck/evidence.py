@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from distdiag.diagnosis.stuck.types import Source
 from distdiag.diagnosis.wait_graph import WaitGraph, find_roots
 from distdiag.diagnosis.wait_reasons import wait_of
 from distdiag.jobs.roles import restart_loop
+from distdiag.record import record
 from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _GLOO_THREAD = "pt_gloo_runloop"
 """torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: threads that run collectives, and wait in them with a timeout."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Evidence:
     """All evidence about one job.
 

@@ -8,7 +8,7 @@ unknown where hang decides, but never contradicts it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.gpu_use import GpuKind
@@ -21,6 +21,7 @@ from distdiag.diagnosis.stuck.stacks import of_stacks
 from distdiag.diagnosis.stuck.types import GOES_ON, Claim, Source, SourceRow, Stand, StuckKind
 from distdiag.diagnosis.stuck.waits import of_waits
 from distdiag.diagnosis.wait_graph import wait_trees
+from distdiag.record import record
 from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ _CLAIMS: Mapping[Source, Callable[[Evidence], Claim]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Joined:
     """The verdict on one job with its main `claim`. `against`: sure claims that contradict it.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.agent import port_scan
 from distdiag.diagnosis import nic_selection
 from distdiag.facts.network.interfaces import is_loopback
 from distdiag.fold import by_key
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ _SHOWN = 4
 LOOPBACK = frozenset(("127.0.0.1", "::1"))
 
 
-@dataclass(frozen=True)
+@record
 class StartRow:
     """A waiting process and its host."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.remedies import again
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.cluster.targets import Cluster
@@ -71,7 +71,7 @@ class Stand(StrEnum):
     NOT_AVAILABLE = "not available"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Asked:
     """The parts of a command's request that the judgement needs. `job`, `pids`, `user`: selection, if any."""
 
@@ -88,7 +88,7 @@ class Asked:
         return again(self.program, self.cluster, *words)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Claim:
     """The claim of one source. `ranks`: the accused, if any; `kind`: None if undecided.
 
@@ -116,7 +116,7 @@ class Claim:
         return self.ranks or frozenset(-pid for pid in self.pids)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class SourceRow:
     """One source: its claim, the accused ranks, whether it agrees with the verdict, and how to get more from it."""
 

@@ -13,10 +13,10 @@ import os
 import struct
 from array import array
 from bisect import bisect_right
-from dataclasses import dataclass
 
 from distdiag.facts.elf import File, Malformed
 from distdiag.facts.process import procs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Bytes:
         return self._data[offset : offset + size]
 
 
-@dataclass(frozen=True)
+@record
 class Note:
     """A complete note: `size` bytes of content at `offset` in the file."""
 
@@ -230,7 +230,7 @@ def _check(head: bytes) -> None:
         raise OtherMachine(f"a core of an unsupported machine: {name}, {bits} bits, {order} endian")
 
 
-@dataclass(frozen=True)
+@record
 class CoreThread:
     """A thread; `pc` is its program counter. The kernel gives every thread the fatal signal."""
 
@@ -239,7 +239,7 @@ class CoreThread:
     pc: int | None
 
 
-@dataclass(frozen=True)
+@record
 class MappedFile:
     """A file mapped at [start, end) from `offset` bytes on; " (deleted)" follows the path of an unlinked file."""
 
@@ -262,7 +262,7 @@ class MappedFiles:
         return self._files[index] if index >= 0 and address < self._files[index].end else None
 
 
-@dataclass(frozen=True)
+@record
 class CoreNotes:
     """A crashed process, with the ids of its own pid namespace.
 

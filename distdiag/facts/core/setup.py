@@ -6,11 +6,11 @@ import glob
 import os
 import re
 import stat
-from dataclasses import dataclass
 from enum import Enum
 
 from distdiag.facts import machine
 from distdiag.facts.process import procs, rank_identity
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PatternKind(str, Enum):
     NOWHERE = "nowhere"
 
 
-@dataclass(frozen=True)
+@record
 class CorePattern:
     """core_pattern, parsed.
 
@@ -64,7 +64,7 @@ class CorePattern:
     passes_limit: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class CoreFolder:
     """A folder for cores. `free_bytes` and `filesystem` (st_dev) are None if missing or unreadable.
 
@@ -80,7 +80,7 @@ class CoreFolder:
     blocked_by: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Limits:
     """RLIMIT_CORE, soft and hard, and the soft RLIMIT_FSIZE, which also truncates cores. Bytes; None: unlimited."""
 
@@ -89,7 +89,7 @@ class Limits:
     file: int | None
 
 
-@dataclass(frozen=True)
+@record
 class ProcessSetup:
     """Whether and where a process would dump core. None: permission denied.
 
@@ -110,7 +110,7 @@ class ProcessSetup:
     folder: CoreFolder | None
 
 
-@dataclass(frozen=True)
+@record
 class CoredumpConf:
     """coredump.conf of systemd: whether it `keeps` cores, of at most `most_bytes` (None: the default)."""
 
@@ -118,7 +118,7 @@ class CoredumpConf:
     most_bytes: int | None
 
 
-@dataclass(frozen=True)
+@record
 class SetupFacts:
     """One node. None: permission denied, or not applicable.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _PYTHON = re.compile(r"(lib)?python\d?(\.\d+)?[a-z]*(\.so[\d.]*)?")
 _EVAL = re.compile(r"_PyEval_EvalFrameDefault|_TAIL_CALL_\w+\.llvm\.")
 
 
-@dataclass(frozen=True)
+@record
 class Frame:
     """One frame of one thread. `file`, `line` and `module` are "", None and "" if unknown.
 
@@ -44,7 +45,7 @@ class Frame:
     entry: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class ThreadStack:
     """One thread's frames, innermost first. `tid` is the kernel's id; `gil`: holds the GIL, None if unknown.
 
@@ -58,7 +59,7 @@ class ThreadStack:
     aligned: bool = True
 
 
-@dataclass(frozen=True)
+@record
 class Stacks:
     """Output of one tool for one core, read in `seconds`. `error`: why threads are missing or doubtful."""
 

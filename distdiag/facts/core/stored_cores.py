@@ -8,12 +8,12 @@ import os
 import re
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from distdiag.facts.core import core_file, setup
 from distdiag.facts.core.core_file import MAGIC
 from distdiag.facts.elf import File, Malformed
 from distdiag.facts.packed_files import BY_PROGRAM, CannotUnpack, Packing, packing_of, stream
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-@dataclass(frozen=True)
+@record
 class Found:
     """The result of a search: paths of cores, newest first, and the searched folders.
 

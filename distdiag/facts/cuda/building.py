@@ -5,9 +5,9 @@ from __future__ import annotations
 import glob
 import os
 import re
-from dataclasses import dataclass
 
 from distdiag.facts import machine
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d/*", "/etc/yum.repo
 _SETS = re.compile(r"\s*(?:export\s+)?(CUDA_HOME|CUDA_PATH|PATH|LD_LIBRARY_PATH|CC|CXX|NVCC_\w+|TORCH_CUDA_ARCH_LIST)=")
 
 
-@dataclass(frozen=True)
+@record
 class Cache:
     """A directory of extensions built by torch at first use, such as py311_cu128."""
 
@@ -29,7 +29,7 @@ class Cache:
     changed_s: float
 
 
-@dataclass(frozen=True)
+@record
 class Origin:
     """A line of a start-up file that sets a variable, without the value."""
 
@@ -38,7 +38,7 @@ class Origin:
     line: int
 
 
-@dataclass(frozen=True)
+@record
 class Building:
     """Build tools and resources; paths are empty if missing."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 
 from distdiag.facts import machine, programs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"(gcc|g\+\+|clang|clang\+\+)(-\d+(\.\d+)?)?|c\+\+|cc")
 
 
-@dataclass(frozen=True)
+@record
 class Compiler:
     """One compiler; `family`: gcc, clang, or empty for any other; `version`: empty if unknown."""
 
@@ -33,7 +33,7 @@ class Compiler:
         return int(first) if first.isdigit() else 0
 
 
-@dataclass(frozen=True)
+@record
 class Compilers:
     """All compilers, and torch's choice: `cxx` ($CXX or c++), None if missing.
 

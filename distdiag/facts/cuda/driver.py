@@ -7,9 +7,10 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.facts import machine, programs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _LIBRARIES = (
 )
 
 
-@dataclass(frozen=True)
+@record
 class Gpu:
     """One GPU; `capability` as "9.0", empty if unknown."""
 
@@ -40,7 +41,7 @@ class Gpu:
     mig: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Answer:
     """Answers of the driver's libraries. A status is None if not queried or not returned.
 
@@ -69,7 +70,7 @@ class Answer:
     visible: tuple[Gpu, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Driver:
     """All facts about the driver.
 

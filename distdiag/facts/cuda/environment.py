@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import re
-from dataclasses import dataclass
 
 from distdiag.facts import machine, programs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ os.write(out, json.dumps(answer).encode())
 _DIST = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(?:dist|egg)-info$")
 
 
-@dataclass(frozen=True)
+@record
 class Interpreter:
     """The examined Python. `error`: why its facts are missing."""
 
@@ -48,7 +48,7 @@ class Interpreter:
     deepspeed_origin: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Package:
     """One installed distribution and when it was installed (seconds since 1970)."""
 

@@ -9,9 +9,9 @@ compressed; only they are read, as a library may have gigabytes of code.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 from distdiag.facts import elf
+from distdiag.record import record
 
 _EXECUTABLE, _RELOCATABLE = ".nv_fatbin", "__nv_relfatbin"
 _BLOB = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the entries
@@ -26,7 +26,7 @@ _MOST_HEADERS = 1_000_000  # libcublasLt.so.13 has 10,000; this limit takes a se
 _MOST_BYTES = _MOST_HEADERS * _WIDE
 
 
-@dataclass(frozen=True)
+@record
 class Archs:
     """The GPU code in a file: machine code (`cubins`) and code to be compiled by a driver (`ptx`).
 

@@ -7,11 +7,11 @@ import mmap
 import os
 import re
 import time
-from dataclasses import dataclass
 from itertools import chain
 
 from distdiag.facts import elf, machine
 from distdiag.facts.cuda import fatbin
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _CACHE, _MOST_CACHE = "/etc/ld.so.cache", 16 << 20
 _BUDGET_S = 3.0
 
 
-@dataclass(frozen=True)
+@record
 class Library:
     """One library file; `version`: from its real name or its package, if available."""
 
@@ -37,7 +37,7 @@ class Library:
     package: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Entry:
     """One element of LD_LIBRARY_PATH as written, and the CUDA libraries in it."""
 
@@ -47,7 +47,7 @@ class Entry:
     libraries: tuple[Library, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Conflict:
     """A file claimed by two installed packages: the later install has overwritten it."""
 
@@ -59,7 +59,7 @@ class Conflict:
             raise ValueError("a package without a name")
 
 
-@dataclass(frozen=True)
+@record
 class Extension:
     """A compiled file with GPU code, or one that needs CUDA libraries; `needs`: their sonames.
 

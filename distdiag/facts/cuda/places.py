@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
-from dataclasses import dataclass
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True)
+@record
 class Places:
     """The examined system: its root ("" for this one) and the caller's environment."""
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 
 from distdiag.facts import machine
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _TERM = re.compile(r"\(?\s*(\w+) *(==|!=|>=|<=|>|<) *['\"]([^'\"]*)['\"]\s*\)?")
 _OF_TORCH = re.compile(r"nvidia-|triton$|pytorch-triton|cuda-")
 
 
-@dataclass(frozen=True)
+@record
 class Unmet:
     """An unmet requirement: `package` ("torch 2.9.1") `wants` ("==9.20.0.48") of `name`, installed as `has`.
 

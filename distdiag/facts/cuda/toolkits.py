@@ -10,10 +10,11 @@ import glob
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import machine, programs
 from distdiag.facts.cuda.nvcc_variables import culprits, first_error
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDAToolkit_ROOT", "EBROOT
 _EMPTY = ("-x", "cu", "/dev/null", "-o", "/dev/null")
 
 
-@dataclass(frozen=True)
+@record
 class HostLimit:
     """The limits in crt/host_config.h: the newest supported gcc (major), and the first refused clang."""
 
@@ -39,7 +40,7 @@ class HostLimit:
     clang_below: int | None
 
 
-@dataclass(frozen=True)
+@record
 class Toolkit:
     """A directory used as a CUDA toolkit, rightly or not.
 
@@ -62,7 +63,7 @@ class Toolkit:
     limit: HostLimit | None
 
 
-@dataclass(frozen=True)
+@record
 class Nvcc:
     """A program called nvcc, and its answers.
 
@@ -85,7 +86,7 @@ class Nvcc:
     broken_how: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Use:
     """The toolkit of one kind of build, its nvcc, and the rule that selects it; empty `home`: none."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.facts import elf, machine
 from distdiag.facts.cuda import fatbin
 from distdiag.facts.cuda.literals import Source
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.environment import Interpreter
 
 
-@dataclass(frozen=True)
+@record
 class Bounds:
     """torch's bounds for a host compiler with one toolkit: `least` <= version < `below`."""
 
@@ -29,7 +30,7 @@ class Bounds:
             raise ValueError("bounds of a compiler without an end")
 
 
-@dataclass(frozen=True)
+@record
 class Torch:
     """The torch of an environment.
 
@@ -56,7 +57,7 @@ class Torch:
     releases: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@record
 class DeepSpeed:
     """The DeepSpeed of an environment; `built_*`: versions its wheel was compiled with, empty if nothing was prebuilt.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.facts import machine, programs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _CONDA = re.compile(r"(?P<name>.+)-(?P<version>[^-]+)-[^-]+\.json$")
 _WANTED = re.compile(r"cuda|cud|nccl|torch|triton|numpy|gcc|gxx|mkl$|blas|magma|nv|flash-attn|deepspeed|cmake|ninja")
 
 
-@dataclass(frozen=True)
+@record
 class Versions:
     """Versions, empty if unknown. `libraries`: cuDNN and NCCL by name; `conda`: packages of the environment."""
 

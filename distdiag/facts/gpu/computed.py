@@ -6,10 +6,11 @@ Standard library only: rank 0 uses it during the test, to decide whether all ran
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from statistics import median_high, mode
 
 from distdiag.facts.gpu.gpu_health import GpuHealth  # noqa: TC001 - msgspec reads the annotations
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ has half.
 BANDWIDTHS = ("copy", "triad", "to device", "from device")
 
 
-@dataclass(frozen=True)
+@record
 class Product:
     """The n x n matrix products of one precision.
 
@@ -63,7 +64,7 @@ class Product:
         return 2 * self.n**3 / self.best_s if self.best_s else 0.0
 
 
-@dataclass(frozen=True)
+@record
 class Computed:
     """One rank. `model`: names all that decides the bits and the speed of a product, also its size.
 
@@ -94,7 +95,7 @@ class Computed:
         return Summary(self.model, self.rates(), self.digests(), wrong, self.device)
 
 
-@dataclass(frozen=True)
+@record
 class Summary:
     """The results of one rank, as sent to rank 0."""
 

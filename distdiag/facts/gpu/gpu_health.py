@@ -7,10 +7,11 @@ Reasons" became "Clocks Event Reasons"). Values missing in a driver or a GPU are
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from distdiag.facts import programs
 from distdiag.facts.machine import user_name
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _LINK_ERRORS = re.compile(r"(?:Link (\d+): )?(Replay|Recovery|CRC|Link Recovery 
 _SLOW_REASONS = ("HW Slowdown", "HW Thermal Slowdown", "HW Power Brake Slowdown", "SW Thermal Slowdown")
 
 
-@dataclass(frozen=True)
+@record
 class GpuProcess:
     """A process on a GPU. `kind`: C computes, G draws. `user` is empty if not visible."""
 
@@ -37,7 +38,7 @@ class GpuProcess:
     user: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class GpuHealth:
     """One GPU, in nvidia-smi's order, that of the PCI bus.
 
@@ -86,7 +87,7 @@ class GpuHealth:
     broken: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Health:
     """All GPUs of a node. `error`: why none could be read; `driver`: its version from nvidia-smi."""
 

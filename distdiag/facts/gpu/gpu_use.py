@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import programs
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _GPU_LINE = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
 _MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
 
-@dataclass(frozen=True)
+@record
 class GpuUse:
     """One GPU. `busy_percent` and `power_w` have one entry per reading, None for a value missing in the tool.
 
@@ -43,7 +44,7 @@ class GpuUse:
     pids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class GpuReadings:
     """All GPUs of a node. `error`: why some or all could not be read."""
 
@@ -59,7 +60,7 @@ class _Failed(Exception):
         self.wedged = wedged
 
 
-@dataclass(frozen=True)
+@record
 class _Tool:
     """`sample` takes one reading; `add_rest` adds limits and processes, with one query for all readings."""
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.machine import cgroup_folders
+from distdiag.record import record
 
 _NO_LIMIT = 2**60
 """Larger values are no limit: without one, cgroup v1 reads about 2**63."""
 
 
-@dataclass(frozen=True)
+@record
 class Cgroup:
     """The tightest limits; None: unlimited. `cpus`: a quota, in processors; `oom_kills`: of our own cgroup."""
 

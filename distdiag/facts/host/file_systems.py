@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from distdiag.facts import deadlines, machine
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ NO_ANSWER = "no answer"
 """Prefix of `error` for a file system that did not answer in time."""
 
 
-@dataclass(frozen=True)
+@record
 class Space:
     """A file system: total bytes, bytes free for users, and inodes (0: not counted).
 
@@ -46,7 +47,7 @@ class Space:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Mount:
     """A line of /proc/mounts."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.network import sockets
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _RETRANSMITS = 3
 """With the pause doubled each time, this many retransmissions take seconds."""
 
 
-@dataclass(frozen=True)
+@record
 class KernelLine:
     """A line of the kernel's log. `kind` of its row; `age_s`: how long ago; `pid` if it names a process."""
 
@@ -35,7 +35,7 @@ class KernelLine:
     pid: int | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Unacknowledged:
     """A TCP connection whose peer does not acknowledge: bytes in flight, and number of retransmissions."""
 
@@ -46,7 +46,7 @@ class Unacknowledged:
     retransmits: int
 
 
-@dataclass(frozen=True)
+@record
 class KernelSigns:
     """The results. `oom_kills` by cgroup of the job; `log_error`: why the log was not read."""
 

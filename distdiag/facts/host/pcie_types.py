@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from distdiag.record import record
 
 
-@dataclass(frozen=True)
+@record
 class Pcie:
     """PCIe paths between the GPUs of a node and to its RDMA cards.
 

@@ -7,12 +7,13 @@ import re
 import select
 import stat
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import machine
 from distdiag.facts.logs.demux import LONGEST_LINE, Demux, Stream
 from distdiag.facts.logs.scan import Event, NcclRank, Scan
 from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _PATH_ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,6})/(\d{1,6})/(?:std(?:out|err
 _PATH_RANK = re.compile(r"(?:^|[._-])rank[._-]?(\d{1,6})(?:[._-]|$)|(?:^|/)(\d{1,6})/(?:stdout|stderr)$")
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """`paths`: files and folders; `patterns`: rows of known failures."""
 
@@ -41,7 +42,7 @@ class Ask:
     patterns: Rows
 
 
-@dataclass(frozen=True)
+@record
 class LogFile:
     """One file. `error`: why it was not read completely; `forms`: the launchers' prefixes on its lines."""
 
@@ -60,7 +61,7 @@ class LogFile:
     """Its only writer, by its name or by the process that has it open."""
 
 
-@dataclass(frozen=True)
+@record
 class NodeLogs:
     """The reports of one node's logs, or a part of them; streams and files are numbered through all parts."""
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from distdiag.record import record
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +27,7 @@ _DEPTH = 2
 """Nested prefixes: `node1: [default0]:`."""
 
 
-@dataclass(frozen=True)
+@record
 class Format:
     """One launcher's line prefix. Groups of `pattern`: rank, local, host, pid.
 

@@ -6,10 +6,10 @@ import contextlib
 import os
 import re
 import stat
-from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _BAR = re.compile(
 """A progress bar of tqdm, by its default bar_format."""
 
 
-@dataclass(frozen=True)
+@record
 class OutputFile:
     """A regular file that a job writes to. `rank`: its only writer, if a single rank."""
 
@@ -34,7 +34,7 @@ class OutputFile:
     rank: int | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Bar:
     """The last progress bar in a rank's output. `left_s`: remaining time at this rate; `age_s`: of the file."""
 

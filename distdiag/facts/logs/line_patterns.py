@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cached_property
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _BLOCK = 8192  # characters, then to the end of the line
 _LONGEST = 1 << 16  # longer lines are cut: not written for people
 
 
-@dataclass(frozen=True)
+@record
 class Pattern:
     """A known line: every matching text contains one of `words`."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from distdiag.facts.logs.demux import LONGEST_LINE, Demux, Stream, harmless, plain
 from distdiag.facts.logs.line_patterns import Patterns
 from distdiag.facts.logs.signs import Signs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ _WATCHDOG = ("Watchdog caught", "ast enqueued")
 _PHASES = (b"Bootstrap", b"Init START", b"Trees", b"Connected all rings", b"Connected all trees", b"Init COMPLETE")
 
 
-@dataclass(frozen=True)
+@record
 class Event:
     """An event reported by a line or a traceback.
 

@@ -6,14 +6,14 @@ import ipaddress
 import os
 import shutil
 import socket
-from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.network import nics
 from distdiag.facts.network.nics import Nic  # noqa: TC001 - what is sent is decoded by its annotations
+from distdiag.record import record
 
 
-@dataclass(frozen=True)
+@record
 class Names:
     """The addresses of this machine's own names, as resolved here, or an error text."""
 
@@ -23,7 +23,7 @@ class Names:
     fqdn: str
 
 
-@dataclass(frozen=True)
+@record
 class Network:
     """The network; `wanted_...`: values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, empty if unset.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import glob
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.facts import machine
+from distdiag.record import record
 
 _COLUMNS = {"rx_errors": 2, "rx_dropped": 3, "tx_errors": 10, "tx_dropped": 11, "tx_carrier": 14}
 """Columns of /proc/net/dev after the interface's name, from 0."""
@@ -21,7 +22,7 @@ _IB_ERRORS = (
 _IB_HARDWARE = ("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans")
 
 
-@dataclass(frozen=True)
+@record
 class Counter:
     """One counter: its value, and its growth between two readings."""
 
@@ -31,7 +32,7 @@ class Counter:
     grown: int
 
 
-@dataclass(frozen=True)
+@record
 class Counters:
     """Counters above zero, read twice, `over_s` apart. TCP: segments sent and retransmitted meanwhile."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.network import sockets
+from distdiag.record import record
 
 
-@dataclass(frozen=True)
+@record
 class Listener:
     """One listening socket; `pid`: None if the owner is not visible to us."""
 
@@ -20,7 +20,7 @@ class Listener:
     command: str
 
 
-@dataclass(frozen=True)
+@record
 class PortHolder:
     """The process on a TCP port; `pid`: None if the owner is not visible to us."""
 

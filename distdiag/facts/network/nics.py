@@ -13,9 +13,9 @@ import ipaddress
 import os
 import socket
 import struct
-from dataclasses import dataclass
 
 from distdiag.facts import machine
+from distdiag.record import record
 
 # include/uapi/linux/sockios.h
 _SIOCGIFCONF, _SIOCGIFFLAGS, _SIOCGIFNETMASK, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8912, 0x8913, 0x891B, 0x8921, 0x8927
@@ -37,7 +37,7 @@ INTERNAL = ("bridge", "veth", "tunnel", "virtual")
 """Kinds that mostly do not reach other machines, or only by a detour."""
 
 
-@dataclass(frozen=True)
+@record
 class Nic:
     """One interface. `kind`: ethernet, infiniband, bridge, bond, vlan, veth, tunnel, wireless, loopback, or virtual.
 
@@ -70,7 +70,7 @@ class Nic:
         return tuple(entry.partition("/")[0] for entry in self.addresses)
 
 
-@dataclass(frozen=True)
+@record
 class IbPort:
     """One port of an InfiniBand, RoCE or EFA device; `state` and `physical` in the kernel's words."""
 

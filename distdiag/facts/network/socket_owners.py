@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from distdiag.facts import machine
 from distdiag.facts.network.sockets import inodes
 from distdiag.facts.process import procs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 _PROTOCOLS = ("tcp", "tcp6", "udp", "udp6")
 
 
-@dataclass(frozen=True)
+@record
 class Owned:
     """A socket and a process that owns it; other fields as in distdiag.facts.network.sockets."""
 
@@ -30,7 +29,7 @@ class Owned:
     remote: str
 
 
-@dataclass(frozen=True)
+@record
 class Network:
     """One network namespace: its own addresses, and the sockets there."""
 
@@ -39,7 +38,7 @@ class Network:
     sockets: tuple[Owned, ...]
 
 
-@dataclass(frozen=True)
+@record
 class PeerProcess:
     """A process mentioned in the report. `state` as in proc(5)."""
 

@@ -11,9 +11,10 @@ import os
 import re
 import socket
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import machine
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _DONE = (2, 3)
 """NLMSG_ERROR, NLMSG_DONE."""
 
 
-@dataclass(frozen=True)
+@record
 class Socket:
     """One socket; fields unknown to the kernel are None or empty.
 
@@ -59,7 +60,7 @@ class Socket:
     peer_inode: int | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Namespace:
     """One network namespace: its sockets by inode, and its own addresses, loopback included."""
 

@@ -9,10 +9,10 @@ import ctypes
 import os
 import socket
 import struct
-from dataclasses import dataclass
 
 from distdiag.facts import deadlines, machine
 from distdiag.facts.network import sockets
+from distdiag.record import record
 
 _INFO = 2  # INET_DIAG_INFO
 _STATES = sum(1 << state for state in (1, 4, 5, 8))
@@ -25,7 +25,7 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _PATIENCE_S = 1.0
 
 
-@dataclass(frozen=True)
+@record
 class TcpBytes:
     """One connection. `taken`: bytes read by its process; `sent`: bytes acknowledged by the peer.
 

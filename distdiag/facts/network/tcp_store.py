@@ -13,9 +13,9 @@ import pickletools
 import re
 import socket
 import struct
-from dataclasses import dataclass
 
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _RANK = re.compile(r"/default_pg/0//cpu//0/(\d+)")
 _SECTIONS = ("participants", "wait_list", "redundancy_list", "last_heartbeats")
 
 
-@dataclass(frozen=True)
+@record
 class Rendezvous:
     """The hosts of the launchers that joined a rendezvous of c10d. `is_complete`: their ranks have started."""
 
@@ -44,7 +44,7 @@ class Rendezvous:
     is_complete: bool
 
 
-@dataclass(frozen=True)
+@record
 class Store:
     """The members of a job in its store. `connected`: clients with a world size; None without any.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from distdiag.facts import deadlines, machine
@@ -17,6 +17,7 @@ from distdiag.facts.network.tcp_bytes import TcpBytes, tcp_bytes
 from distdiag.facts.process import process_counters, procs
 from distdiag.facts.process.local_peers import busy_peers, pipe_ends
 from distdiag.facts.process.process_counters import Counters, IoBytes, Position
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ _OUTPUT = (1, 2)
 """Shared with the launcher and other ranks, whose log lines advance the position too."""
 
 
-@dataclass(frozen=True)
+@record
 class Moved:
     """One movement; `amount` in the unit of `what`, over Activity.seconds.
 
@@ -78,7 +79,7 @@ class Moved:
     amount: float
 
 
-@dataclass(frozen=True)
+@record
 class Activity:
     """The movements of one rank in `seconds`, the highest multiple of its threshold first, at most 8; empty: none.
 
@@ -91,7 +92,7 @@ class Activity:
     unread: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class _Rank:
     """A rank's own counters. `others_s`: processor seconds of all threads but the main one, ended ones included."""
 
@@ -103,7 +104,7 @@ class _Rank:
     unread: str
 
 
-@dataclass(frozen=True)
+@record
 class _Reading:
     """All counters at one time. `owners`: the rank of each descendant. `tcp`: by network namespace, then inode.
 

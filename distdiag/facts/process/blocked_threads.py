@@ -10,12 +10,13 @@ import os
 import re
 import struct
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from distdiag.facts import deadlines, machine
 from distdiag.facts.process import off_cpu, procs, syscall_names
 from distdiag.facts.process.descriptors import PATIENCE_S, Descriptor, Look, Watch, descriptors, wants
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _WAITS_FOR_LOCK = {7: "POSIX", 38: "OFDLCK"}
 """Waiting commands of fcntl(2): F_SETLKW, F_OFD_SETLKW."""
 
 
-@dataclass(frozen=True)
+@record
 class Target:
     """A descriptor in a system call, and the event waited for; `descriptor` None: not open (any more)."""
 
@@ -44,7 +45,7 @@ class Target:
     descriptor: Descriptor | None
 
 
-@dataclass(frozen=True)
+@record
 class Futex:
     """A futex wait. `waiters`: all waiting threads of the process, including this one.
 
@@ -56,7 +57,7 @@ class Futex:
     owner: int | None
 
 
-@dataclass(frozen=True)
+@record
 class Lock:
     """A lock on a file: FLOCK, POSIX, or OFDLCK (owned by no process: `pid` None); `mode`: READ or WRITE."""
 
@@ -66,7 +67,7 @@ class Lock:
     comm: str
 
 
-@dataclass(frozen=True)
+@record
 class Thread:
     """One thread. A running one has no system call; neither has one that waits outside any (state D: a page fault).
 
@@ -94,7 +95,7 @@ class Thread:
     wakes_in_s: float | None = None
 
 
-@dataclass(frozen=True)
+@record
 class Blocked:
     """One process; no threads: exited. `moved`: threads that ran between two readings; `tracer`: pid of its tracer.
 
@@ -109,7 +110,7 @@ class Blocked:
     thaws: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class _Call:
     """A thread's system call, and the memory its arguments point to, in the order of _extents."""
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from distdiag.facts import deadlines, machine
 from distdiag.facts.network.sockets import Socket, Tables
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _SIZED = ("file", "deleted file", "shm", "memfd")
 _PROTOCOLS = {"tcpv6": "tcp6", "udpv6": "udp6", "unix-stream": "unix"}
 
 
-@dataclass(frozen=True)
+@record
 class End:
     """A process with an end of a pipe or a unix socket open. `mode`: "r", "w", "rw"."""
 
@@ -39,7 +40,7 @@ class End:
     mode: str
 
 
-@dataclass(frozen=True)
+@record
 class Watch:
     """A watched descriptor. `wants`: "r" until readable, "w" until writable; "" for neither."""
 
@@ -47,7 +48,7 @@ class Watch:
     wants: str
 
 
-@dataclass(frozen=True)
+@record
 class Descriptor:
     """One open file descriptor; fields not applicable or unknown are None or empty.
 
@@ -74,7 +75,7 @@ class Descriptor:
     watches: tuple[Watch, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Descriptors:
     """All descriptors of a process, by number. `unread`: "denied", "gone", "no-proc" (not Linux), else "".
 

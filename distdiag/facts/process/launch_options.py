@@ -11,7 +11,8 @@ import base64
 import json
 import os
 import re
-from dataclasses import dataclass
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _ACCELERATE = {
 }
 
 
-@dataclass(frozen=True)
+@record
 class Launch:
     """A launcher's options. `program`: "torchrun", "accelerate", "deepspeed"; "environment": a rank with MASTER_ADDR.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
 
 from distdiag.facts import deadlines
 from distdiag.facts.network import sockets
 from distdiag.facts.process import process_counters
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _BOTH = _READS | _WRITES
 _PATIENCE_S = 0.5
 
 
-@dataclass(frozen=True)
+@record
 class Peer:
     """A busy process, and the rank connected to it or to an ancestor of it.
 

@@ -9,9 +9,10 @@ import os
 import re
 import stat
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from distdiag.facts import deadlines, machine
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _PYTHON = re.compile(r"/(?:lib|lib64)/python(3\.\d{1,2})/|/libpython(3\.\d{1,2})
 _PYTHON_FILE = re.compile(r"libpython3\.\d{1,2}\.so[.\d]*")
 
 
-@dataclass(frozen=True)
+@record
 class MappedVersions:
     """Versions by component ("nccl", "torch", ...), and the file that each was read from."""
 

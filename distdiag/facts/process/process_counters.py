@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import dataclass
 
 from distdiag.facts import machine
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _ENOUGH = 16384
 """Larger than any file read here."""
 
 
-@dataclass(frozen=True)
+@record
 class Counters:
     """A process or a thread. `reaped_s`: processor seconds of its ended children. `started`: clock ticks after boot."""
 
@@ -38,7 +38,7 @@ class Counters:
     faults: int
 
 
-@dataclass(frozen=True)
+@record
 class IoBytes:
     """Bytes through read and write calls, and through the block layer (also io_uring and mapped files)."""
 
@@ -53,7 +53,7 @@ class IoBytes:
         return read, max(self.written - before.written, self.blocks_written - before.blocks_written)
 
 
-@dataclass(frozen=True)
+@record
 class Position:
     """The position of an open file. `writes`: it was opened for writing."""
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import struct
-from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.network import sockets
 from distdiag.facts.process import off_cpu, syscall_names
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _ON_PATH = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
 _LONGEST_PATH = 4096
 
 
-@dataclass(frozen=True)
+@record
 class Proc:
     """One line of the process table. `cpu_s` of all its threads; `started` in clock ticks after boot."""
 
@@ -60,7 +60,7 @@ class Proc:
 _MOST_CONNECTIONS = 1024
 
 
-@dataclass(frozen=True)
+@record
 class Task:
     """One thread."""
 
@@ -70,7 +70,7 @@ class Task:
     cpu_s: float
 
 
-@dataclass(frozen=True)
+@record
 class Standstill:
     """The wait of a process as known to the kernel: function, system call, seconds since its start.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 
 from distdiag.facts import machine
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-@dataclass(frozen=True)
+@record
 class Identity:
     """One process's place in its job; None if unknown to the launcher."""
 
@@ -30,7 +30,7 @@ class Identity:
     local_world_size: int | None
 
 
-@dataclass(frozen=True)
+@record
 class _Names:
     launcher: str
     present_if: tuple[str, ...]

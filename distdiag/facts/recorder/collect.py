@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from distdiag.facts import machine, programs
 from distdiag.facts.recorder.read_dump import Dump, NotADump, Unreadable, read
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ NO_READER = "no process reads it"
 DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """`paths`: files and folders. `trigger`: request new dumps first, waiting for at most `wait_s`."""
 
@@ -45,7 +46,7 @@ class Ask:
     wait_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@record
 class Unread:
     """A file without a readable dump. `kind`: "truncated", "code", "damaged", "missing" or "other"."""
 
@@ -54,7 +55,7 @@ class Unread:
     why: str
 
 
-@dataclass(frozen=True)
+@record
 class Pipe:
     """A pipe used to request a rank's dump. `answer`: "dumped", NO_READER, "no dump arrived", an error."""
 
@@ -63,7 +64,7 @@ class Pipe:
     answer: str
 
 
-@dataclass(frozen=True)
+@record
 class NodeDumps:
     """All dumps of a node. `others`: number of other files in the folders."""
 

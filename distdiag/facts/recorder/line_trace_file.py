@@ -19,9 +19,10 @@ import json
 import os
 import stat
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from distdiag.facts.process import procs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMES
 """Variables that tell jobs apart."""
 
 
-@dataclass(frozen=True)
+@record
 class About:
     """What the traced process writes about itself, as JSON. `rings`: one per thread, each of `lines` blocks.
 
@@ -74,7 +75,7 @@ class About:
     raised_at: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Code:
     """A piece of Python code: `kind` is "user", or "library", "stdlib" if requested."""
 
@@ -83,7 +84,7 @@ class Code:
     kind: str
 
 
-@dataclass(frozen=True)
+@record
 class Record:
     """One line; `at_s` (monotonic clock): its start, or that of one of the few quick lines before it.
 
@@ -96,7 +97,7 @@ class Record:
     back: bool
 
 
-@dataclass(frozen=True)
+@record
 class Thread:
     """One thread; its records in order of time. `ended_s`: None while alive, or if killed with its process."""
 
@@ -107,7 +108,7 @@ class Thread:
     records: tuple[Record, ...]
 
 
-@dataclass(frozen=True)
+@record
 class RingFile:
     """One process. `ended_s`: None unless it exited normally.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _SPARE_S = 1.0
 """NCCL's deadline is earlier than ours by this, so that its partial answer still arrives."""
 
 
-@dataclass(frozen=True)
+@record
 class Reading:
     """One answer. `form`: "json", "text" or ""; `at_s`: seconds after the start; `error`: why it is incomplete."""
 
@@ -38,7 +39,7 @@ class Reading:
     error: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class RasFacts:
     """The readings from one address. `protocol`: of the handshake, or 0; `error`: why no reading was possible."""
 

@@ -14,9 +14,9 @@ import pickle
 import re
 import sys
 import zlib
-from dataclasses import dataclass
 
 from distdiag.facts.text import fold
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ Source and target are those of a send or recv, as numbers in the group; else -1.
 """
 
 
-@dataclass(frozen=True)
+@record
 class Dump:
     """One dump. `entries` are packed, see `pack`; `groups`: (name, description, ranks folded).
 

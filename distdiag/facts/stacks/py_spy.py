@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from distdiag.facts import carried_tools, programs
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LONGEST_ERROR = 200
 
 
-@dataclass(frozen=True)
+@record
 class Dump:
     """py-spy's result for one process. `done`: None if py-spy could not be started.
 
@@ -30,7 +30,7 @@ class Dump:
     done: programs.Done | None
 
 
-@dataclass(frozen=True)
+@record
 class Stack:
     """The main thread's frames, innermost first, as "function (file:line)"; or the error."""
 

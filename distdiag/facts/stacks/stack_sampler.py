@@ -9,7 +9,7 @@ original state.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distdiag.facts import carried_tools, deadlines, machine
 from distdiag.facts.process import procs, ptrace_permission
@@ -27,6 +27,7 @@ from distdiag.facts.stacks.stack_types import (
     process_groups,
     read_threads,
 )
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _PATIENCE_S = 1.0
 _MOST_OTHERS = 16
 
 
-@dataclass(frozen=True)
+@record
 class SampleOptions:
     """Sampling options; `timeout_s` per process."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import dataclass
 
 from distdiag.facts.process import procs  # noqa: TC001 - decoding reads it
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _FOR_OTHERS = re.compile(r"/torch/(distributed|utils/data|autograd)/")
 _INNER = 8
 
 
-@dataclass(frozen=True)
+@record
 class Frame:
     """One Python (or with `native`, C) frame; `line` is 0 if unknown."""
 
@@ -55,7 +55,7 @@ class Frame:
     line: int
 
 
-@dataclass(frozen=True)
+@record
 class Counter:
     """A loop counter of one frame: `depth` counts from the outermost frame, which is 0."""
 
@@ -65,7 +65,7 @@ class Counter:
     value: int
 
 
-@dataclass(frozen=True)
+@record
 class Thread:
     """One thread's frames, innermost first. `active`: not idle, according to py-spy.
 
@@ -88,7 +88,7 @@ class Thread:
     reader: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Sample:
     """One sample of one process.
 

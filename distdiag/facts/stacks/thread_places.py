@@ -11,7 +11,6 @@ import errno
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
 
 from distdiag.facts import deadlines, machine
 from distdiag.facts.process import procs, ptrace_permission
@@ -19,6 +18,7 @@ from distdiag.facts.stacks import perf_samples, ptrace_samples
 from distdiag.facts.stacks.stack_libraries import Binaries, Stacks
 from distdiag.facts.stacks.user_registers import STACK_BYTES, Sample
 from distdiag.facts.text import printable
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _BACKWARD = "pt_autograd_"
 _QUIET = ("S", "T", "t", "I")
 
 
-@dataclass(frozen=True)
+@record
 class ThreadPlace:
     """The place of one thread during the sampling window.
 
@@ -59,7 +59,7 @@ class ThreadPlace:
     hint: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Places:
     """The main thread of a process, then its backward threads (pt_autograd_N), then other requested ones.
 

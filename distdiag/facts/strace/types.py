@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from distdiag.record import record
 
 WAITING = ("blocked", "detached")
 """States of a thread whose last call had not returned."""
 
 
-@dataclass(frozen=True)
+@record
 class Call:
     """One system call.
 
@@ -25,7 +25,7 @@ class Call:
     time_s: float | None
 
 
-@dataclass(frozen=True)
+@record
 class Count:
     """All calls of one name; or all on one part of the file tree, two names deep ("/mnt/data"), or one kind of socket.
 
@@ -41,7 +41,7 @@ class Count:
     slowest: str
 
 
-@dataclass(frozen=True)
+@record
 class CallError:
     """One error, folded over its occurrences. `weight`: 10 is grave, 2 may be harmless.
 
@@ -57,7 +57,7 @@ class CallError:
     weight: int
 
 
-@dataclass(frozen=True)
+@record
 class Spin:
     """A call that returned at once, over and over, without getting anything done."""
 
@@ -68,7 +68,7 @@ class Spin:
     per_s: float
 
 
-@dataclass(frozen=True)
+@record
 class Poll:
     """A path looked up repeatedly by a thread that sleeps in between; all `tries` had the same result.
 
@@ -82,7 +82,7 @@ class Poll:
     slept_s: float
 
 
-@dataclass(frozen=True)
+@record
 class ThreadLog:
     """One thread's part of a log.
 
@@ -112,7 +112,7 @@ class ThreadLog:
     ends: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Logs:
     """All threads of all logs, and (path, why) of each unreadable file."""
 

@@ -22,10 +22,11 @@ import os
 import queue
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 from distdiag.facts.process.rank_identity import torch_distributed
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class DebuggerQuit(RuntimeError):
     """Raised in the waiters: the rank in the debugger quit, died, or exceeded the timeout."""
 
 
-@dataclass(frozen=True)
+@record
 class Status:
     """Status published by the holder. `beat` counts seconds; `why`: reason of QUIT, unless the user quit."""
 

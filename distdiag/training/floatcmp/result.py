@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +33,7 @@ class Likeness(StrEnum):
     DIFFERS = "differs"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Mismatch:
     """One pair of numbers: the repr of each, which is exact, and the bits in its own dtype.
 
@@ -47,7 +49,7 @@ class Mismatch:
     ulp: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Counts:
     """Pairs of values by kind; the kinds add up to `size`.
 
@@ -70,7 +72,7 @@ class Counts:
         return self.size - self.equal - self.both_nan
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Nearness:
     """Counts of each side against the reference, in the dtype of the comparison."""
 
@@ -89,7 +91,7 @@ class Nearness:
         return "b" if wrong_b <= wrong_a and worst_b <= worst_a else ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Pair:
     """Two tensors of the same name; `key` is empty if bare tensors were compared.
 
@@ -124,7 +126,7 @@ class Pair:
         return self.likeness is Likeness.IDENTICAL and not noted
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Comparison:
     """The result of floatcmp. str() of it is for people; the fields are for programs, and hold no tensors.
 

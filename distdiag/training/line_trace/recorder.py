@@ -14,11 +14,12 @@ import struct
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from distdiag.facts import machine, private_files
 from distdiag.facts.process import procs, rank_identity
 from distdiag.facts.recorder import line_trace_file
+from distdiag.record import record
 from distdiag.training.line_trace.code_filter import CodeFilter
 
 TYPE_CHECKING = False
@@ -47,7 +48,7 @@ _DEEP = 64
 """Limit on frames searched for the caller: a callback may be called through frames of a library."""
 
 
-@dataclass(frozen=True)
+@record
 class Settings:
     """Where and how much to record: `lines` for each of at most `threads` concurrent threads, in `folder`.
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from distdiag.record import record
 from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.frames import NEAR, Found
 from distdiag.training.overflow.replay import COLLECTIVES, Mode
@@ -53,7 +54,7 @@ FIXES = {
 """By origin, without a known module."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Maker:
     """An operation that produced nan or inf, in the module call `frame`.
 

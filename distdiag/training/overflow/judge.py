@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 
 from distdiag.facts.machine import host_name
 from distdiag.facts.process.rank_identity import own_rank
+from distdiag.record import record
 from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.cause import FIXES, Origins, except_for_masks, from_frames, how
 from distdiag.training.overflow.frames import Found, Recorder
@@ -53,7 +54,7 @@ _FINITE = "All module inputs and outputs in the forward were finite"
 _ORDER = {LOSS: 1, BACKWARD: 2}
 
 
-@dataclass(frozen=True)
+@record
 class Forward:
     """A finished forward not yet judged; `found`: the result of its frames (mode="full")."""
 
@@ -166,7 +167,7 @@ class Replayed(NamedTuple):
 _GONE = "the model no longer exists"
 
 
-@dataclass(frozen=True)
+@record
 class Judge:
     """Judges one model. `keep`: frames to show; `alone_in_it`: excludes other threads, or yields the reason why not."""
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from distdiag.facts import private_files
 from distdiag.facts.process.rank_identity import torch_distributed
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Place(NamedTuple):
         return f"`{self.module}` ({self.kind})" if self.module else f"{MODEL} ({self.kind})"
 
 
-@dataclass(frozen=True)
+@record
 class Tally:
     """Value counts of a bad tensor of `of` elements. `first`: index of the first nan or inf.
 
@@ -136,7 +137,7 @@ class Tally:
         return lines
 
 
-@dataclass(frozen=True)
+@record
 class Detection:
     """The first bad tensor of a job, in `module`; code of `made_by` produced it.
 

@@ -8,8 +8,10 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.abc import MetaPathFinder
+
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 VARIABLE = "DISTDIAG_OVERFLOW"
 
 
-@dataclass(frozen=True)
+@record
 class Settings:
     """Arguments of DebugUnderflowOverflow by name, and `folder` for the record of each process.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from distdiag.commands.gpu_test import types as gpu_test
 from distdiag.errors import UsageError
 from distdiag.launch import types
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.cluster.records import PairMessage
@@ -35,7 +35,7 @@ class PairStatus(StrEnum):
     UNSURE = "unsure"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Pair:
     """An all_reduce of ranks a < b. `level`: node (both on one node) or net. `wrong`: number of wrong elements.
 
@@ -83,7 +83,7 @@ class Kind(StrEnum):
     SEVERAL = "several"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Classification:
     """The explanation of all bad pairs.
 
@@ -103,7 +103,7 @@ class Classification:
     """What to do, or what would decide it; empty if healthy."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Fault(types.Fault):
     """A real fault: one end of some pairs never answers or calls late, or a rank computes wrong or slow products.
 
@@ -124,7 +124,7 @@ class Fault(types.Fault):
         return len(mine) == len(self.ranks) if len(self.ranks) != 1 else bool(mine)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request(gpu_test.Request):
     """The options of one run."""
 
@@ -138,7 +138,7 @@ class Request(gpu_test.Request):
         return {"isolate": "", "expect": expected, **super().own_options()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Isolated(types.RunFacts):
     """The facts of one run. `classification` is None if not all pairs were measured.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 
 from distdiag.commands.overflow.show.recording import INPUT, ForwardId, Row
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ _NEARBY = 8
 """Distance in frames up to which an equal maximum alone, without minimum, identifies a tensor."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """Command-line options. `module`: name pattern, empty for all; `batches`: empty for all.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 # msgspec reads the annotations.
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 from distdiag.jobs.types import JobSummary  # noqa: TC001
+from distdiag.record import record
 
 COMMAND = "trace blocked"
 
@@ -20,7 +20,7 @@ class Threads(StrEnum):
     ALL = "all"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options of one run."""
 
@@ -30,7 +30,7 @@ class Request:
     threads: Threads = Threads.MAIN
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Last:
     """A thread's current system call. `args`: raw kernel values; `fd_target`: target of the descriptor.
 
@@ -44,7 +44,7 @@ class Last:
     blocked_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class ThreadRow:
     """One thread. `role`: "rank", "helper" or "process"; `kind` of Kind; `on`: the wait in words.
 
@@ -65,7 +65,7 @@ class ThreadRow:
     last: Last
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class TraceBlocked:
     """The result. `helpers`: number of hidden helpers, with no process waiting for them."""
 

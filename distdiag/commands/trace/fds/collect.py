@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.network.socket_owners import Network, PeerProcess, networks, peer_processes
 from distdiag.facts.process.descriptors import Descriptor, Look, descriptors
 from distdiag.jobs.collect import facts
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["facts", "more"]
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """`pids`: the processes to read; `others`: possible owners of the other ends."""
 
@@ -25,7 +25,7 @@ class Ask:
     others: Sequence[int]
 
 
-@dataclass(frozen=True)
+@record
 class Opened:
     """The descriptors of one process. `limit`: RLIMIT_NOFILE, None if unlimited or unknown.
 
@@ -38,7 +38,7 @@ class Opened:
     unread: str
 
 
-@dataclass(frozen=True)
+@record
 class Reply:
     """One part of the answer: processes first; the last part has the sockets and the processes mentioned."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
@@ -14,6 +13,7 @@ from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted
 from distdiag.facts.process.descriptors import Descriptor
+from distdiag.record import record
 from distdiag.report import Report, Where
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _NAMED = 5
 _GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options of one run."""
 
@@ -42,7 +42,7 @@ class Request:
     wanted: Wanted
 
 
-@dataclass(frozen=True)
+@record
 class DescriptorRow(Descriptor):
     """One descriptor. `target`: of a socket, both ends; `who`: the processes at its other end.
 
@@ -58,7 +58,7 @@ class DescriptorRow(Descriptor):
         return self.socket is not None and self.socket.state == "CLOSE_WAIT"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class ProcessRow:
     """One process and its descriptors. `limit`: RLIMIT_NOFILE; `counts` by kind, the largest first.
 
@@ -77,7 +77,7 @@ class ProcessRow:
     descriptors: tuple[DescriptorRow, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class TraceFds:
     """The result."""
 

@@ -7,7 +7,6 @@ two samples, and the order and exceptions of ranks that ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import takewhile
@@ -17,6 +16,7 @@ from distdiag.diagnosis.outliers import minority_of, stuck_of
 from distdiag.facts.recorder.line_trace_file import JOB_NAMES
 from distdiag.knowledge.calls import call_in
 from distdiag.knowledge.frames import kind_of
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return self.user or self.library
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@record(kw_only=True, eq=False)
 class Member:
     """One rank of a run. `helpers` are processes it started: data workers."""
 
@@ -81,7 +81,7 @@ class Member:
         return self.process.state == "running" and self.process.age_s is not None and self.process.age_s < FRESH_S
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Run:
     """The processes that ran at the same time as one job."""
 

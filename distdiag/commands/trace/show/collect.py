@@ -6,12 +6,12 @@ import linecache
 import os
 import re
 import time
-from dataclasses import dataclass
 from functools import cache
 
 from distdiag.facts import machine
 from distdiag.facts.process import procs
 from distdiag.facts.recorder import line_trace_file
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _MOST_FILES = 4096
 _SOURCE = 200
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """`paths`: files or folders, empty: trace py's own. `last`: lines per thread. `count`: a pattern or ""."""
 
@@ -30,7 +30,7 @@ class Ask:
     count: str
 
 
-@dataclass(frozen=True)
+@record
 class Line:
     """One executed line. `at_s` in seconds since 1970, of this line or of one a few quick lines before it.
 
@@ -48,7 +48,7 @@ class Line:
     changed: bool
 
 
-@dataclass(frozen=True)
+@record
 class Thread:
     """One thread. `last`: its last lines, the newest last; `user`: the last line of the user's own code.
 
@@ -65,7 +65,7 @@ class Thread:
     count: int
 
 
-@dataclass(frozen=True)
+@record
 class Process(line_trace_file.About):
     """One process. `state`: "running", "ended", "raised" (`error`, at `error_at`) or "died"; `age_s` of its last line.
 
@@ -82,7 +82,7 @@ class Process(line_trace_file.About):
     owner: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class NodeLines:
     """All files found on a node in `searched`.
 

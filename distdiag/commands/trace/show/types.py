@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.commands.trace.show.collect import Line, Thread
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 COMMAND = "trace show"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options of one run. No `paths`: the default directory of trace py on each node."""
 
@@ -26,7 +26,7 @@ class Request:
     verbose: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Ring:
     """One thread's ring. `age_s` since the process's last line. `full`: earlier lines were overwritten."""
 
@@ -39,7 +39,7 @@ class Ring:
     thread: Thread
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Group:
     """Ranks at one place."""
 
@@ -54,7 +54,7 @@ class Group:
     oldest_age_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class TraceShow:
     """The result. `outliers`: ranks, or negated pids of processes without a rank.
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from distdiag.facts import carried_tools, machine, private_files, programs
 from distdiag.facts.network.socket_owners import Network, PeerProcess, networks, peer_processes
@@ -23,6 +23,7 @@ from distdiag.facts.process.descriptors import Look
 from distdiag.facts.strace.log import read_logs
 from distdiag.facts.strace.types import Logs, ThreadLog
 from distdiag.jobs.collect import facts
+from distdiag.record import record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """Starts strace so that it ends with us (PR_SET_PDEATHSIG), and when its log has reached its size limit."""
 
 
-@dataclass(frozen=True)
+@record
 class Ask:
     """Attach strace to `pids`; with `finish`, detach it and send the traces.
 
@@ -65,7 +66,7 @@ class Ask:
     finish: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Attached:
     """The result of attaching to one process.
 
@@ -85,7 +86,7 @@ class Attached:
             raise ValueError(f"not attached because of {self.why[:20]!r}")
 
 
-@dataclass(frozen=True)
+@record
 class Traced:
     """The trace of one process, from `began_s` to `ended_s` (wall clock).
 
@@ -104,7 +105,7 @@ class Traced:
     threads: tuple[Thread, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Reply:
     """One part of a node's answer."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 # msgspec reads the annotations of Request.
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 from distdiag.facts.strace.types import WAITING
+from distdiag.record import record
 
 if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key
@@ -22,7 +22,7 @@ MAX_LOG_BYTES = 256 * 2**20
 """Of one node."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class Request:
     """The options of a run. `logs`: directory of strace's logs."""
 
@@ -33,7 +33,7 @@ class Request:
     logs: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class TracedThread:
     """One thread, traced for `span_s` seconds; no `log` if it made no call, or none was traced.
 
@@ -74,7 +74,7 @@ def state_of(log: ThreadLog | None, *, waits: bool) -> str:
     return "blocked" if waits else log.state if log is not None and ended else "runs"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(kw_only=True)
 class TraceSys:
     """The result: all threads, by rank, the main one of each process first."""
 
