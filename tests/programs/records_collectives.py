@@ -276,7 +276,7 @@ def run_all(cases: list[str]) -> None:
             pid = os.fork()
             if not pid:
                 run(name)
-                print(name, flush=True)
+                os.write(1, f"{name}\n".encode())  # at once: others write there, too
                 os._exit(0)
             running.add(pid)
         ended, status = os.wait()
