@@ -276,7 +276,7 @@ def run_all(cases: list[str]) -> None:
             pid = os.fork()
             if not pid:
                 run(name)
-                os.write(1, f"{name}\n".encode())  # at once: others write there, too
+                os.write(1, f"{name}\n".encode())  # one write: the cases share this file
                 os._exit(0)
             running.add(pid)
         ended, status = os.wait()

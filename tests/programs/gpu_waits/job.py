@@ -471,7 +471,7 @@ def run(rank: int, size: int) -> None:
 
 
 def main() -> None:
-    os.nice(10)  # ranks that poll their GPUs would take all cores from what looks at them
+    os.nice(10)  # polling ranks would otherwise starve the command under test
     if "SPAWN" in os.environ:
         import torch.multiprocessing as mp
 
