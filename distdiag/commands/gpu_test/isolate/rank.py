@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _PERIOD = 2039
 """As in gpu-test: rank a of a pair sends i mod this, and rank b adds 1: integers, exact in float32."""
 _DELAYED = 1 / 3
-"""Share of a measurement that threads of a rank waited for a core. On two cores with 8 busy programs it is 0.4 to 2.4
-in samples of good pairs that look slow, and 0.01 to 0.04 where one end is late."""
+"""Share of a measurement that threads of a rank waited for a core, all threads together. On two cores with 8 busy
+programs it is 0.8 to 1.6 in samples of good pairs that look slow, and 0.03 to 0.05 where one end is late."""
 
 
 def main(config: Config) -> None:
