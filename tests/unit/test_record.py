@@ -28,6 +28,9 @@ class Single:
 def test_a_record_is_a_dataclass_and_hashable_where_it_can_be_compared() -> None:
     place = Place("a", (1,))
     assert {place, Place("a")} == {place}
+    assert place != Place("b")
+    assert place != Numbered(host="a")
+    assert repr(place) == "Place(host='a', ranks=(1,))"
     assert asdict(replace(place, host="b")) == {"host": "b", "ranks": (1,)}
     assert Numbered(host="a", number=1) < Numbered(host="a", number=2)
     assert len({Single("a"), Single("a")}) == 2
