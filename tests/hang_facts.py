@@ -14,7 +14,7 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.types import Request
 from distdiag.facts.process.blocked_threads import Blocked
 from distdiag.facts.process.procs import Standstill
-from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.part import SourceEnd
 from distdiag.jobs.types import NodePicture
 from distdiag.saved_facts import Gathered
 

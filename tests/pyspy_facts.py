@@ -11,7 +11,7 @@ from distdiag.commands.pyspy_all.types import Request
 from distdiag.facts.process.rank_identity import Identity
 from distdiag.facts.stacks.stack_types import Counter, Frame, Sample, Thread
 from distdiag.jobs.collect import Process, Processes, Watched
-from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.part import SourceEnd
 from distdiag.jobs.types import NodePicture
 from distdiag.saved_facts import Gathered
 

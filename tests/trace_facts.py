@@ -15,7 +15,7 @@ from distdiag.facts.network.socket_owners import Network, Owned, PeerProcess
 from distdiag.facts.network.sockets import Socket
 from distdiag.facts.process.blocked_threads import Blocked, Futex, Lock, Target, Thread
 from distdiag.facts.process.descriptors import Descriptor, End
-from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.part import SourceEnd
 from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Facts of one node about its ranks: all sources are read concurrently, each with its own deadline.
 
-hang reads all sources; pyspy-all and `trace blocked` only those of processes. Nothing is judged here.
+hang reads all sources, pyspy-all and `trace blocked` only those of processes: each is imported when read. Nothing is
+judged here.
 """
 
 from __future__ import annotations
@@ -10,27 +11,11 @@ import threading
 import time
 from dataclasses import field
 
+from distdiag.agent.protocol import Fields
 from distdiag.facts import machine
-from distdiag.facts.gpu import gpu_use
-from distdiag.facts.gpu.gpu_use import GpuReadings  # noqa: TC001
-from distdiag.facts.host import kernel_signs
-from distdiag.facts.host.kernel_signs import KernelSigns  # noqa: TC001
-from distdiag.facts.logs import job_output
-from distdiag.facts.logs.collect import NodeLogs, Reader
-from distdiag.facts.logs.job_output import Bar  # noqa: TC001
-from distdiag.facts.logs.line_patterns import Patterns
-from distdiag.facts.network.socket_owners import Network, PeerProcess  # noqa: TC001
-from distdiag.facts.process import mapped_versions, procs
-from distdiag.facts.process.blocked_threads import Blocked  # noqa: TC001 - decoded by its annotations
-from distdiag.facts.process.mapped_versions import MappedVersions  # noqa: TC001
-from distdiag.facts.recorder import collect as recorder
-from distdiag.facts.recorder import nccl_ras
-from distdiag.facts.recorder.collect import NodeDumps  # noqa: TC001
-from distdiag.facts.recorder.nccl_ras import RasFacts  # noqa: TC001
-from distdiag.jobs import sample_stacks, sample_waits, starts
+from distdiag.facts.process import procs
 from distdiag.jobs.collect import Watched, facts
 from distdiag.jobs.sample_stacks import Sampled, Sampling
-from distdiag.jobs.starts import Starts  # noqa: TC001
 from distdiag.record import record
 
 TYPE_CHECKING = False
@@ -38,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from distdiag.facts.logs.line_patterns import Rows
+    from distdiag.jobs.part import Part, SourceEnd
+else:
+    Part = SourceEnd = Fields
 
 __all__ = ["facts", "more"]
 
@@ -76,39 +64,6 @@ class Ask:
     starting: Sequence[int] = ()
     stores: bool = False
     launchers: Sequence[int] = ()
-
-
-@record
-class SourceEnd:
-    """The end of one source's reading. `why`: the reason for missing data; `hint`: how to get it.
-
-    `at_s`: the node's clock, in seconds since 1970.
-    """
-
-    source: str
-    seconds: float
-    why: str = ""
-    hint: str = ""
-    at_s: float = 0.0
-
-
-@record
-class Part:
-    """One message: all or a part of one source; `ended` lists finished sources."""
-
-    watched: tuple[Watched, ...] = ()
-    blocked: tuple[Blocked, ...] = ()
-    networks: tuple[Network, ...] = ()
-    peer_processes: tuple[PeerProcess, ...] = ()
-    logs: tuple[NodeLogs, ...] = ()
-    bars: tuple[Bar, ...] = ()
-    dumps: tuple[NodeDumps, ...] = ()
-    ras: tuple[RasFacts, ...] = ()
-    kernel: tuple[KernelSigns, ...] = ()
-    gpus: tuple[GpuReadings, ...] = ()
-    versions: tuple[MappedVersions, ...] = ()
-    starts: tuple[Starts, ...] = ()
-    ended: tuple[SourceEnd, ...] = ()
 
 
 class Unavailable(Exception):
@@ -171,7 +126,13 @@ class _Run:
             if name in self._over:
                 return
             self._over.add(name)
-            end = SourceEnd(name, round(time.monotonic() - began, 3), why, hint, round(time.time(), 3))
+            end = SourceEnd(
+                source=name,
+                seconds=round(time.monotonic() - began, 3),
+                why=why,
+                hint=hint,
+                at_s=round(time.time(), 3),
+            )
             self._tell(Part(ended=(end,)))
 
     def _send(self, name: str, part: Part) -> None:
@@ -182,6 +143,8 @@ class _Run:
     def stacks(self) -> None:
         if not self._pids:
             raise Unavailable("no process of a job on this node")
+        from distdiag.jobs import sample_stacks
+
         left_s = self._began + self._ask.timeout_s - time.monotonic() - _SPARE_S
         sample_stacks.sample(self._ask.sampled, self._ask.sampling, max(0.0, left_s), self._send_stacks)
 
@@ -196,11 +159,15 @@ class _Run:
         ranks = [pid for pid in dict.fromkeys(self._in_init) if pid in self._ranks]
         if not self._ask.starting and not ranks:
             raise Unavailable("no launcher or rank here waits for others to start")
+        from distdiag.jobs import starts
+
         self._send("start", Part(starts=(starts.read(self._ask.starting, ranks, stores=self._ask.stores),)))
 
     def waits(self) -> None:
         if not self._pids:
             raise Unavailable("no process of a job on this node")
+        from distdiag.jobs import sample_waits
+
         sample_waits.sample(
             self._ask.waiting or self._pids,
             lambda reply: self._send(
@@ -210,6 +177,8 @@ class _Run:
 
     def gpu(self) -> None:
         """Read the GPUs' utilization twice."""
+        from distdiag.facts.gpu import gpu_use
+
         found = gpu_use.read()
         self._send("gpu", Part(gpus=(found,)))
         if not found.gpus:
@@ -217,6 +186,9 @@ class _Run:
 
     def log(self) -> None:
         """Read the ends of the job's output files and of the requested files."""
+        from distdiag.facts.logs import job_output
+        from distdiag.facts.logs.collect import Reader
+
         files, elsewhere = job_output.find(self._ranks, self._ask.launchers)
         files += job_output.of_ended(files, self._ended_ranks(), time.time() - self._age_s())
         if not files and not self._ask.logs:
@@ -247,6 +219,9 @@ class _Run:
 
     def kernel(self) -> None:
         """Read the kernel's log, OOM counters and unacknowledged data."""
+        from distdiag.facts.host import kernel_signs
+        from distdiag.facts.logs.line_patterns import Patterns
+
         self._send(
             "kernel",
             Part(kernel=(kernel_signs.read(self._pids, Patterns(self._ask.kernel), since_s=self._age_s()),)),
@@ -260,6 +235,8 @@ class _Run:
 
     def ras(self) -> None:
         """Query NCCL's RAS port."""
+        from distdiag.facts.recorder import nccl_ras
+
         environs = [variables for variables in (procs.variables_named(pid, (b"NCCL_RAS",)) for pid in self._ranks)]
         if all(variables.get("NCCL_RAS_ENABLE") == "0" for variables in environs) and environs:
             raise Unavailable("NCCL_RAS_ENABLE=0 in the ranks' environment", "leave NCCL_RAS_ENABLE unset")
@@ -276,6 +253,8 @@ class _Run:
         """Read the library versions mapped by the first rank."""
         if not self._ranks:
             raise Unavailable("no rank on this node")
+        from distdiag.facts.process import mapped_versions
+
         self._send("versions", Part(versions=(mapped_versions.read(next(iter(self._ranks))),)))
 
     def _is_ours(self, path: str) -> bool:
@@ -284,6 +263,8 @@ class _Run:
 
     def _default_dumps(self, variables: Mapping[str, str]) -> list[str]:
         """Return where torch writes dumps by default; nothing beside another job, which writes to the same files."""
+        from distdiag.facts.recorder import collect as recorder
+
         if self._is_alone is None:
             jobs = {pid: procs.variables_named(pid, _JOB_VARIABLES) for pid in procs.table()}
             own = [jobs.get(pid) for pid in self._ranks]
@@ -293,6 +274,8 @@ class _Run:
 
     def recorder(self) -> None:
         """Read flight recorder dumps, after triggering ranks that have a pipe."""
+        from distdiag.facts.recorder import collect as recorder
+
         paths, has_pipe = list(self._ask.recorder), False
         variables = {pid: procs.variables_named(pid, (*_DUMP_VARIABLES, b"HOME")) for pid in self._ranks}
         for pid, own in variables.items():

@@ -10,7 +10,7 @@ from distdiag.cluster.ship_pyspy import bring_py_spy
 from distdiag.cluster.start_fleet import Agent
 from distdiag.jobs import collect
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.picture import Part
+from distdiag.jobs.part import Part
 from distdiag.jobs.roles import to_sample, without_ranks
 from distdiag.jobs.sample_stacks import Sampled
 from distdiag.jobs.types import NodePicture, NodeStacks

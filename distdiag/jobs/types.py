@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.jobs.collect import Processes, Watched  # noqa: TC001 - decoded by their annotations
-from distdiag.jobs.picture import Part
+from distdiag.jobs.part import Part
 from distdiag.record import record
 
 if TYPE_CHECKING:

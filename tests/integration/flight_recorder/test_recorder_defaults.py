@@ -25,7 +25,7 @@ def dumps(job):
     parts = []
     ask = picture.Ask(("recorder",), timeout_s=20.0, sampling=picture.Sampling(), ranks=[(job.pid, 2)])
     picture.more(ask, parts.append)
-    return sum(len(found.dumps) for part in parts for found in part.dumps)
+    return sum(len(found.dumps) for part in parts for found in vars(part).get('dumps', ()))
 
 job = start("29500")
 before = dumps(job)

@@ -292,7 +292,7 @@ def readers() -> dict[str, Reader]:
     from distdiag.commands.trace.fds import collect as fds
     from distdiag.commands.trace.show.collect import NodeLines
     from distdiag.commands.trace.sys import collect as sys_
-    from distdiag.jobs.picture import Part
+    from distdiag.jobs.part import Part
 
     def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:
         arguments = ("trace", command, *(options or ("--job", "{job}", "--rank", "0,1")))

@@ -15,7 +15,7 @@ from distdiag.facts.gpu.gpu_use import GpuReadings, GpuUse
 from distdiag.facts.process.blocked_threads import Blocked
 from distdiag.facts.process.procs import Standstill
 from distdiag.facts.stacks.thread_places import Places, ThreadPlace
-from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.part import SourceEnd
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:

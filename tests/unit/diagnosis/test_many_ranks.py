@@ -24,7 +24,7 @@ from distdiag.diagnosis.wording import format_members, format_ranks, shorten_hos
 from distdiag.facts.network.socket_owners import Network
 from distdiag.facts.process.blocked_threads import Blocked
 from distdiag.facts.process.procs import Standstill
-from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.part import SourceEnd
 from distdiag.jobs.types import NodePicture
 from distdiag.output import as_page
 from distdiag.saved_facts import Gathered

@@ -31,7 +31,7 @@ from distdiag.facts.process.procs import Proc
 from distdiag.facts.process.rank_identity import Identity
 from distdiag.facts.recorder.nccl_ras import RasFacts, Reading
 from distdiag.facts.stacks.stack_types import Counter, Frame
-from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.part import SourceEnd
 from distdiag.jobs.roles import of_job
 from distdiag.jobs.types import NodePicture
 from distdiag.knowledge.activities import activity_of

@@ -17,7 +17,7 @@ from distdiag.facts.process.blocked_threads import Blocked
 from distdiag.facts.process.procs import Standstill
 from distdiag.facts.stacks.stack_types import Frame, Thread
 from distdiag.jobs.collect import Watched
-from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.part import SourceEnd
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
