@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
     from _pytest.terminal import TerminalReporter
 
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "distdiag_tests"]
 gc.disable()  # until all tests are imported: imports make no garbage, and to look for it takes a third of their time
 
 # A shell's background job and nohup ignore these, and so would every process started and then signalled by a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # with it, `print` writes a line in pieces, between those of other ranks
 os.environ.setdefault("DISTDIAG_TESTS_RUN", str(os.getpid()))  # in all workers the process that started these
 
 # The kubectl fetched by `make test` precedes the system's, which may be too old for the tests.

@@ -108,7 +108,7 @@ class ForkServer:
             [sys.executable, "-c", code],
             pass_fds=[end.fileno()],
             stdin=subprocess.DEVNULL,
-            env=self._env,
+            env={**self._env, "DISTDIAG_TESTS_WHOLE_TORCH": "1"},
             start_new_session=True,
         )
 

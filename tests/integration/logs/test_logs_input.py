@@ -105,7 +105,8 @@ def by_rank(path: str) -> dict[int | None, bytes]:
 @pytest.mark.parametrize("launcher", PREFIXERS)
 def test_torn_streams_of_eight_ranks_come_back_byte_for_byte(launcher: str, tmp_path: Path) -> None:
     need(PREFIXERS[launcher][0])
-    command, env = [*PREFIXERS[launcher], str(TORN)], {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Else torchrun's threads share a buffer, and lose parts of lines.
+    command, env = [*PREFIXERS[launcher], str(TORN)], {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with (tmp_path / "job.log").open("wb") as log:
         forked = support_torch.start(command, env, output=log, errors=subprocess.DEVNULL)
         assert (forked or subprocess.Popen(command, stdout=log, env=env)).wait(120) == 0

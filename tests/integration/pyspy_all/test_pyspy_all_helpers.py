@@ -23,7 +23,8 @@ SOON = ("--interval", "0.3")
 def test_a_stuck_dataloader_worker_is_named_under_its_rank() -> None:
     with ExitStack() as ends:
         starts = {"fork": 3, "spawn": 2}
-        jobs = [Job("worker_reads", size, env={"START": start}, forked=True) for start, size in starts.items()]
+        whole = {"DISTDIAG_TESTS_WHOLE_TORCH": "1"}  # spawned workers draw numbers
+        jobs = [Job("worker_reads", size, env={"START": start, **whole}, forked=True) for start, size in starts.items()]
         for job in jobs:
             os.mkfifo(job.folder / "sample")
             ends.enter_context(job)

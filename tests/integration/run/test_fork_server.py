@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,18 @@ def test_workers_share_a_server_that_ends_with_their_run_and_a_fork_with_its_wor
     program, worker = tmp_path / "sleeps.py", tmp_path / "worker.py"
     program.write_text("import os, time; print('parent', os.getppid(), flush=True); time.sleep(600)")
     worker.write_text(WORKER)
-    with subprocess.Popen(["sleep", "600"]) as run:
-        env = {**os.environ, "DISTDIAG_TESTS_RUN": str(run.pid), "PYTHONPATH": str(Path(fork_server.__file__).parent)}
+    run = subprocess.Popen(["sleep", "600"])
+    env = {**os.environ, "DISTDIAG_TESTS_RUN": str(run.pid), "PYTHONPATH": str(Path(fork_server.__file__).parent)}
+    with run, ExitStack() as ends:
+        ends.callback(run.kill)
         workers = [
             subprocess.Popen(
                 [sys.executable, worker, program], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             for _ in range(2)
         ]
+        for each in workers:
+            ends.callback(end, each)
         first, second = [dict(each.stdout.readline().split() for _ in range(2)) for each in workers if each.stdout]
         server = parent_of(first["parent"])
         assert server == parent_of(second["parent"])
@@ -92,7 +97,6 @@ def test_workers_share_a_server_that_ends_with_their_run_and_a_fork_with_its_wor
         end(workers[1])
         ended(second["fork"])
         assert Path("/proc", server).exists()
-        run.kill()
     ended(server)
 
 

@@ -148,7 +148,8 @@ def test_what_is_no_side(text: str) -> None:
         parse_side(text, "matmul")
 
 
-def test_the_command_compares_two_dtypes_and_says_where_there_is_no_gpu() -> None:
+def test_the_command_compares_two_dtypes_and_says_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTDIAG_TESTS_WHOLE_TORCH", "1")
     done = distdiag("floatcmp", "--json", "--op", "matmul", "--size", "64", "cpu,float32", "cpu,bfloat16,threads=1")
     assert done.code == 0, done.err
     assert [each["kind"] for each in done.report["data"]["measured"]] == ["expected", "expected"]

@@ -1,0 +1,76 @@
+"""Run by each Python of a test run as it starts: torch costs less to import and to leave.
+
+Make copies it beside the installed packages, where a .pth file imports it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+from importlib.machinery import PathFinder
+from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+
+_KERNELS = "torch._meta_registrations"
+
+
+class _Later(ModuleType):
+    """A module that is run when something is missing in it."""
+
+    def __init__(self, name: str, loader: Loader) -> None:
+        super().__init__(name)
+        self.__loader = loader
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # `inspect` looks for the file of each module
+            raise AttributeError(name)
+        self.run()
+        return getattr(self, name)
+
+    def run(self) -> None:
+        loader, self.__class__ = self.__loader, ModuleType  # type: ignore[assignment]
+        loader.exec_module(self)
+
+
+class _Deferred:
+    """Leaves torch's kernels for tensors without data, a fifth of its import, until torch.compile is imported.
+
+    A torch.Generator, as in a DataLoader's worker, needs them at once: such a job has DISTDIAG_TESTS_WHOLE_TORCH in its
+    environment. Programs forked from a server and the tests themselves have them.
+    """
+
+    def __init__(self) -> None:
+        self._loader: Loader | None = None
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name == "torch._dynamo":
+            sys.meta_path.remove(self)
+            kernels = sys.modules.get(_KERNELS)
+            if isinstance(kernels, _Later):
+                kernels.run()
+        if name != _KERNELS or self._loader is not None:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self  # type: ignore[assignment]
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        assert self._loader is not None
+        return _Later(spec.name, self._loader)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See _Later."""
+
+
+if "DISTDIAG_TESTS_WHOLE_TORCH" not in os.environ:
+    sys.meta_path.insert(0, _Deferred())
+# What a job has imported is not searched for garbage when it ends: a fifth of the time of an import of torch.
+atexit.register(gc.freeze)
