@@ -39,28 +39,32 @@ class _Later(ModuleType):
         loader.exec_module(self)
 
 
-class _Deferred:
-    """Leaves torch's kernels for tensors without data, a fifth of its import, until torch.compile is imported.
+class _Torch:
+    """Imports torch without searching for garbage, and without its kernels for tensors without data.
 
-    A torch.Generator, as in a DataLoader's worker, needs them at once: such a job has DISTDIAG_TESTS_WHOLE_TORCH in its
-    environment. Programs forked from a server and the tests themselves have them.
+    The kernels, a fifth of the import, come with torch.compile. A torch.Generator, as in a DataLoader's worker, needs
+    them at once: such a job has DISTDIAG_TESTS_WHOLE_TORCH in its environment. Programs forked from a server and the
+    tests themselves have them.
     """
 
     def __init__(self) -> None:
         self._loader: Loader | None = None
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if name == "torch._dynamo":
+        if name == "torch":
+            gc.disable()
+        elif name == "torch._dynamo":
             sys.meta_path.remove(self)
             kernels = sys.modules.get(_KERNELS)
             if isinstance(kernels, _Later):
                 kernels.run()
-        if name != _KERNELS or self._loader is not None:
-            return None
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None:
-            self._loader, spec.loader = spec.loader, self  # type: ignore[assignment]
-        return spec
+        elif name == _KERNELS and self._loader is None:  # the last of torch's imports
+            gc.enable()
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None and "DISTDIAG_TESTS_WHOLE_TORCH" not in os.environ:
+                self._loader, spec.loader = spec.loader, self  # type: ignore[assignment]
+            return spec
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         assert self._loader is not None
@@ -70,7 +74,6 @@ class _Deferred:
         """See _Later."""
 
 
-if "DISTDIAG_TESTS_WHOLE_TORCH" not in os.environ:
-    sys.meta_path.insert(0, _Deferred())
+sys.meta_path.insert(0, _Torch())
 # What a job has imported is not searched for garbage when it ends: a fifth of the time of an import of torch.
 atexit.register(gc.freeze)

@@ -26,6 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it, `print` writes a line in pieces, between those of other ranks
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the threads that numpy starts are a tenth of an import of torch
 os.environ.setdefault("DISTDIAG_TESTS_RUN", str(os.getpid()))  # in all workers the process that started these
 
 # The kubectl fetched by `make test` precedes the system's, which may be too old for the tests.
