@@ -49,9 +49,11 @@ class _Torch:
 
     def __init__(self) -> None:
         self._loader: Loader | None = None
+        self._searched = True
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name == "torch":
+            self._searched = gc.isenabled()
             gc.disable()
         elif name == "torch._dynamo":
             sys.meta_path.remove(self)
@@ -59,7 +61,8 @@ class _Torch:
             if isinstance(kernels, _Later):
                 kernels.run()
         elif name == _KERNELS and self._loader is None:  # the last of torch's imports
-            gc.enable()
+            if self._searched:
+                gc.enable()
             spec = PathFinder.find_spec(name, path)
             if spec is not None and "DISTDIAG_TESTS_WHOLE_TORCH" not in os.environ:
                 self._loader, spec.loader = spec.loader, self  # type: ignore[assignment]
