@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from _pytest.terminal import TerminalReporter
 
+# Tests import torch whole; only the programs that they start do with less of it (at_start.py).
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "distdiag_tests"]
 gc.disable()  # until all tests are imported: imports make no garbage, and to look for it takes a third of their time
 

@@ -21,6 +21,7 @@ from distdiag.diagnosis import verdicts
 from distdiag.diagnosis.nic_selection import export_line, exports, suggested
 from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
 from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.wording import counted
 from distdiag.facts.network.interfaces import is_loopback
 from distdiag.fold import by_key
 from distdiag.ids import Shared
@@ -692,6 +693,6 @@ def evidence_line(case: Case, path: NetworkPath) -> str:
     how = f": {probe.error}" if probe.error else ""
     how += f" ({probe.route})" if probe.route else ""
     how += f" after {probe.attempts} attempts" if probe.attempts > 1 else ""
-    how += f", {probe.retransmits} retransmits" if probe.retransmits else ""
+    how += f", {counted(probe.retransmits, 'retransmit')}" if probe.retransmits else ""
     target = f"{probe.address} port {probe.port} ({case.host(path.target)})"
     return f"{case.host(path.source)}{interface} -> {target}: {probe.verdict}{how}"
