@@ -141,6 +141,19 @@ class Job:
         """Run pyspy-all on this job alone."""
         return distdiag("pyspy-all", "--json", "--job", self.name, *arguments, wrap=wrap, env=dict(env or {}))
 
+    def native_stacks(self) -> str:
+        """Return the C stacks of all threads of all ranks, for the message of a failure that is not understood."""
+        all_threads = ("-batch", "-ex", "thread apply all backtrace 16")
+        return "\n".join(
+            subprocess.run(
+                ["gdb", *all_threads, "-p", str(self.pid(rank))],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+            ).stdout
+            for rank in range(self.size)
+        )
+
     def _started(self) -> list[subprocess.Popen[bytes] | Launcher]:
         return [*self.processes, *self._launchers]
 
@@ -258,12 +271,13 @@ def close_servers() -> None:
 def wait_still(folder: Path) -> None:
     """Wait until no thread of the job in this folder has run for 0.2 s, nor waits (in R) for a processor.
 
+    For 2 s if one is in the kernel (D): it may wait for a disk, as in an import.
     All but Gloo's, which asks its sockets all the time: a job may train in any thread, and go backward in others.
     """
 
     def still() -> bool:
         before = _turns(folder)
-        time.sleep(0.2)
+        time.sleep(2 if any("State:\tD" in text for text in before.values()) else 0.2)
         return before == _turns(folder) and not any("State:\tR" in text for text in before.values())
 
     wait_until(still, 60, lambda: f"they go on: {_turns(folder)}")
