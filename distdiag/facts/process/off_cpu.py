@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -30,7 +31,7 @@ def seconds(
     `clocks`: by processor, seconds its clock is ahead of time.monotonic(); missing ones are added. They drift: keep
     them for one reading only.
     """
-    ran = {tid: _ran_at(f"/proc/{pid}/task/{tid}") for tid in tids}
+    ran = {tid: last_ran(f"/proc/{pid}/task/{tid}") for tid in tids}
     processors = {clock[0] for clock in ran.values() if clock is not None} - clocks.keys()
     ahead, _ = deadlines.each(processors, _ahead_s, patience_s=patience_s)
     clocks.update((processor, ahead_s) for processor, ahead_s in ahead.items() if ahead_s is not None)
@@ -62,10 +63,28 @@ def _ahead_s(processor: int) -> float | None:
     return ahead_s if ran is not None and ran[0] == processor else None
 
 
+def last_ran(folder: str) -> tuple[int, float] | None:
+    """Read a thread's last processor, and when it last ran by that one's clock: infinite if it runs meanwhile.
+
+    None without a record in the kernel, or if it has not run on its new processor yet.
+    """
+    ran = None
+    for _ in range(_TRIES):
+        ran = _ran_at(folder)
+        # If it has run between the two files, perhaps elsewhere, the time may be of another clock.
+        if ran is None or _exec_start_s(folder) == ran[1]:
+            return ran
+    return (ran[0], math.inf) if ran is not None else None
+
+
+def _exec_start_s(folder: str) -> float:
+    """Read when a thread last ran, by its processor's clock; 0 if it has moved to another and not run there yet."""
+    started = re.search(r"^se\.exec_start\s*:\s*([\d.]+)", machine.read_text(f"{folder}/sched"), re.MULTILINE)
+    return float(started[1]) / 1e3 if started else 0.0
+
+
 def _ran_at(folder: str) -> tuple[int, float] | None:
     """Read a thread's last processor, and the time it ran there: (processor, seconds of its clock)."""
-    started = re.search(r"^se\.exec_start\s*:\s*([\d.]+)", machine.read_text(f"{folder}/sched"), re.MULTILINE)
+    ran_s = _exec_start_s(folder)
     fields = machine.read_text(f"{folder}/stat").rpartition(")")[2].split()
-    # 0: moved to another processor, and not run there yet.
-    known = started is not None and float(started[1]) > 0
-    return (int(fields[36]), float(started[1]) / 1e3) if started and known and len(fields) > 36 else None
+    return (int(fields[36]), ran_s) if ran_s > 0 and len(fields) > 36 else None

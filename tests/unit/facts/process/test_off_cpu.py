@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
+import pytest
 from jobs import wait_for_state
 
 from distdiag.facts.process import off_cpu, procs
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SLEEPER = (
     "import os, sys, time\n"
@@ -50,6 +56,40 @@ def test_a_thread_that_ran_on_any_processor_has_slept_as_long_as_it_has() -> Non
             process.wait(10)
             assert process.stdout is not None
             process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("readings", "found"),
+    [
+        pytest.param(["7000.5", "7000.5"], (1, 7.0005), id="sleeps"),
+        pytest.param(["7000.5", "9001.0", "9001.0"], (1, 9.001), id="ran-elsewhere"),
+        pytest.param(["7000.5", "0.0", "0.0"], None, id="about-to-run-elsewhere"),
+        pytest.param(["7000.5", "9001.0", "9001.5", "9002.0"], (1, math.inf), id="runs"),
+    ],
+)
+def test_the_time_is_of_the_clock_of_the_processor_named_with_it(
+    readings: list[str], found: tuple[int, float] | None, tmp_path: Path
+) -> None:
+    """A thread may run, and move, between the reading of the kernel's two files: `readings` of one around the other."""
+    sched, stat = tmp_path / "sched", tmp_path / "stat"
+
+    def show(reading: str) -> None:
+        sched.write_text(f"python (1, #threads: 1)\nse.exec_start : {reading}\n")
+
+    def move() -> None:
+        for reading in readings[1:]:
+            with stat.open("w") as asked:  # once it is opened to be read
+                show(reading)
+                stat.unlink()
+                os.mkfifo(stat)
+                asked.write(f"1 (python) S {' '.join('0' * 35)} 1 0 0\n")
+
+    show(readings[0])
+    os.mkfifo(stat)
+    kernel = threading.Thread(target=move, daemon=True)
+    kernel.start()
+    assert off_cpu.last_ran(str(tmp_path)) == found
+    kernel.join()
 
 
 def test_the_clocks_are_read_once_for_a_look() -> None:
