@@ -22,6 +22,7 @@ from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow.detector import DebugUnderflowOverflow, detector_of
 from distdiag.training.overflow.modules import within_ddp
 from distdiag.training.overflow.report import Aborted, OverflowDetected, WatchedProcess, is_of_script
+from distdiag.training.overflow.session import end
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def _end_quietly(folder: str) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (OverflowDetected, Aborted)):
             sys.stderr.write(f"distdiag overflow: {_line(error, trace)}\n")
+            end.is_stopped = True
         elif not (_names_stopped_ranks_only(error) and _are_stopped(folder, began)):
             previous(kind, error, trace)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.util
@@ -61,6 +62,26 @@ def begin_from_environment() -> None:
             _complain(f"{VARIABLE} cannot be read")
         else:
             sys.meta_path.insert(0, _AfterTorch(settings))
+            atexit.register(end)  # the first registered runs last
+
+
+class _End:
+    """Ends a stopped process after its exit handlers, without Python's cleanup.
+
+    A thread of Gloo that needs the GIL during that aborts the process: torchrun then names SIGABRT as the root cause.
+    """
+
+    is_stopped = False
+
+    def __call__(self) -> None:
+        if self.is_stopped:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(AttributeError, ValueError, OSError):  # None, closed, or a broken pipe
+                    stream.flush()
+            os._exit(1)
+
+
+end = _End()
 
 
 class _AfterTorch(MetaPathFinder):

@@ -209,6 +209,37 @@ def test_as_ranks_without_numpy_it_ends_in_one_line_a_rank_and_its_frames_are_sh
     assert f" overflow show {folder} --batch 1 --verbose" in shown.out
 
 
+_ENDS = """
+import atexit
+import torch
+
+class Cleaned:
+    def __del__(self):
+        print("cleaned up")
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 0
+
+torch.cleaned_at_the_end = Cleaned()
+atexit.register(print, "exit handlers ran")
+model = Model(1, 1)
+if __name__ == "__main__":
+    model(torch.ones(1, 1))
+"""
+
+
+def test_a_stopped_process_runs_its_exit_handlers_and_no_cleanup_in_which_a_thread_could_abort_it(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "divides.py"
+    script.write_text(_ENDS)
+    stopped = distdiag("overflow", "--", str(script))
+    assert (stopped.code, "exit handlers ran" in stopped.out, "cleaned up" in stopped.out) == (1, True, False)
+    went_on = distdiag("overflow", "--go-on", "--", str(script))
+    assert (went_on.code, "exit handlers ran" in went_on.out, "cleaned up" in went_on.out) == (1, True, True)
+
+
 def test_wrong_words() -> None:
     for words in (
         ["--trace-batches", "x"],
