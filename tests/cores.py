@@ -33,6 +33,12 @@ def cores_in(folder: Path) -> list[Path]:
     return sorted((path for path in folder.rglob("core*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
 
 
+def names_its_functions() -> bool:
+    """Return whether this Python has the names of its own C functions; distributions strip them."""
+    sections = subprocess.run(["readelf", "-SW", os.path.realpath(sys.executable)], capture_output=True, text=True)
+    return " .symtab " in sections.stdout
+
+
 def need_cores() -> None:
     """Skip where a process that dies leaves no core in its folder; fail where that is promised."""
     pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()

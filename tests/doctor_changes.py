@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Making = Callable[[Network, Node], contextlib.AbstractContextManager[None]]
 
 PROGRAMS = Path(__file__).parent / "programs"
+OTHER_PYTHON = "/usr/bin/python3.11"
 _SKEW = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -230,7 +231,7 @@ CHANGES: dict[str, Change] = {
         "2.21.5",
     ),
     "python": Change(
-        commands("mount --bind /usr/bin/python3.11 $PYTHON", after=("umount $PYTHON",)),
+        commands(f"mount --bind {OTHER_PYTHON} $PYTHON", after=("umount $PYTHON",)),
         ("differs.python",),
         "Python is 3.",
     ),

@@ -197,7 +197,7 @@ class _Tools:
 
 
 def _assemble(ask: Ask, places: Places, own: _Environment, gpus: Driver, tools: _Tools) -> CudaFacts:
-    python = own.python
+    python = replace(own.python, cxx=_as_listed(own.python.cxx, places, tools.compilers))
     packages = environment.packages(python.paths)
     wheel_versions = {package.name: package.version for package in packages}
     build = building.look(places, python)
@@ -232,6 +232,14 @@ def _assemble(ask: Ask, places: Places, own: _Environment, gpus: Driver, tools: 
         versions=versions.look(places, wheel_versions, python.prefix, timeout_s=_QUICK_S),
         chosen=ask.chosen,
     )
+
+
+def _as_listed(name: str, places: Places, compilers: Compilers) -> str:
+    """Return the path under which a compiler is listed: Debian's Python calls its g++ x86_64-linux-gnu-g++."""
+    path = places.which(name)
+    real = os.path.realpath(path)
+    same = (compiler.path for compiler in compilers.found if path and real == compiler.real)
+    return next(same, name)
 
 
 def _with_wheels(tools: _Tools, places: Places, python: Interpreter) -> list[Toolkit]:

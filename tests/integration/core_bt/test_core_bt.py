@@ -151,7 +151,7 @@ def test_tools_that_are_not_there(segv: Path, tmp_path: Path) -> None:
     assert "pip install" in pystack
     frames = only(without_pystack)["crash_thread"]["frames"]
     assert [frame["language"] for frame in frames] == ["c"] * len(frames)
-    assert "PyCFuncPtr_call" in [frame["function"] for frame in frames]
+    assert "ffi_call" in [frame["function"] for frame in frames]
     assert said.startswith("distdiag: C frames only")
     (crash,) = (one for one in without_pystack.report["findings"] if one["id"] == "core-bt.crash")
     assert "its Python frames are missing" in crash["evidence"]
@@ -244,7 +244,7 @@ def test_a_packed_core_of_gcore_which_has_its_notes_at_the_end(tmp_path: Path) -
 def test_without_the_program(segv: Path, tmp_path: Path) -> None:
     result = core_bt(str(segv), "--exe", str(tmp_path / "gone"))
     functions = [frame["function"] for frame in only(result)["crash_thread"]["frames"]]
-    assert (result.code, "PyCFuncPtr_call" in functions) == (1, True)
+    assert (result.code, "ffi_call" in functions) == (1, True)
     assert "not on this machine" in json.dumps(result.findings["crash"])
 
 

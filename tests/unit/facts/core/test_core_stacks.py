@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from cores import cores_in, make_core, need_cores
+from cores import cores_in, make_core, names_its_functions, need_cores
 from loops import each
 from support import need
 from support_warm import distdiag
@@ -380,6 +380,7 @@ class Alone(NamedTuple):
 
 PYSTACK, PYSTACK_ALL, GDB = "pystack core", "pystack core --native-all", "gdb"
 ABORT = "abort"
+OF_PYTHON = ("mmap_subscript", "_call_function_pointer", "_ctypes_callproc", "PyCFuncPtr_call")
 JUMPED = ["ffi_call", "_call_function_pointer", "_ctypes_callproc", "PyCFuncPtr_call", "[jump]", "[<module>]"]
 ALONE = [
     Alone("dies_by_sigbus", PYSTACK_ALL, "segmentation fault", "SIGBUS", ["mmap_subscript", "[read_shard]", "[train]"]),
@@ -404,9 +405,10 @@ def test_one_tool_alone_is_wrong_or_silent_and_merged_is_right(row: Alone, core_
     first, *_ = read_core(core)
     frames = shown(first.frames)
     assert first.aligned
-    assert row.merged[0] in frames
-    start = frames.index(row.merged[0])
-    assert frames[start : start + len(row.merged)] == row.merged
+    merged = row.merged
+    if not names_its_functions():
+        merged, frames = [name for name in merged if name not in OF_PYTHON], [name for name in frames if name != "??"]
+    assert merged in [frames[start : start + len(merged)] for start in range(len(frames))], frames
 
 
 @pytest.mark.parametrize(("name", "threads"), [("core_thread", 3), ("core_handler", 2), ("core_interpreters", 2)])
