@@ -22,11 +22,10 @@ from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow.detector import DebugUnderflowOverflow, detector_of
 from distdiag.training.overflow.modules import within_ddp
 from distdiag.training.overflow.report import Aborted, OverflowDetected, WatchedProcess, is_of_script
-from distdiag.training.overflow.session import end
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
     from typing import Any
 
@@ -40,9 +39,12 @@ _OTHER_FAILURE = re.compile(r"failed \(exitcode: (?!1\))")
 class Finder:
     """Watches each model from its first call on."""
 
-    def __init__(self, folder: str, *, quiet: bool, arguments: Mapping[str, Any]) -> None:
-        """`folder`: for the records; `quiet`: no tracebacks; `arguments`: of each DebugUnderflowOverflow."""
-        self._folder, self._is_quiet, self._arguments = folder, quiet, arguments
+    def __init__(self, folder: str, *, quiet: bool, stopped: Callable[[], None], arguments: Mapping[str, Any]) -> None:
+        """`folder`: for the records; `quiet`: no tracebacks; `arguments`: of each DebugUnderflowOverflow.
+
+        `stopped` is called after a detection has stopped this process, if `quiet`.
+        """
+        self._folder, self._is_quiet, self._stopped, self._arguments = folder, quiet, stopped, arguments
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._detectors: list[weakref.ref[DebugUnderflowOverflow]] = []
         self._process = WatchedProcess(own_rank(), host_name(), os.getpid())
@@ -64,7 +66,7 @@ class Finder:
         nn.Module.__call__ = call_and_look  # type: ignore[method-assign]
         atexit.register(self._end)
         if self._is_quiet:
-            _end_quietly(self._folder)
+            _end_quietly(self._folder, self._stopped)
 
     def meet(self, module: nn.Module) -> None:
         """Watch a called module, unless it is watched already or has no parameters."""
@@ -121,7 +123,7 @@ class Finder:
             sys.stderr.write(f"distdiag: cannot write to {self._folder}: {error.strerror}\n")
 
 
-def _end_quietly(folder: str) -> None:
+def _end_quietly(folder: str, stopped: Callable[[], None]) -> None:
     """Replace the traceback of a stopped process by one line, and of a torchrun whose ranks are all stopped by none.
 
     `folder` has the records of the ranks.
@@ -132,7 +134,7 @@ def _end_quietly(folder: str) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (OverflowDetected, Aborted)):
             sys.stderr.write(f"distdiag overflow: {_line(error, trace)}\n")
-            end.is_stopped = True
+            stopped()
         elif not (_names_stopped_ranks_only(error) and _are_stopped(folder, began)):
             previous(kind, error, trace)
 

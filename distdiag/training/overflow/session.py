@@ -71,10 +71,15 @@ class _End:
     A thread of Gloo that needs the GIL during that aborts the process: torchrun then names SIGABRT as the root cause.
     """
 
-    is_stopped = False
+    def __init__(self) -> None:
+        self._is_stopped = False
+
+    def stopped(self) -> None:
+        """Note that the process is stopped."""
+        self._is_stopped = True
 
     def __call__(self) -> None:
-        if self.is_stopped:
+        if self._is_stopped:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(AttributeError, ValueError, OSError):  # None, closed, or a broken pipe
                     stream.flush()
@@ -114,7 +119,7 @@ class _AfterTorch(MetaPathFinder):
             from distdiag.training.overflow.finder import Finder
 
             given = vars(self._settings).copy()
-            Finder(given.pop("folder"), quiet=given.pop("quiet"), arguments=given).begin()
+            Finder(given.pop("folder"), quiet=given.pop("quiet"), stopped=end.stopped, arguments=given).begin()
         except Exception as error:  # noqa: BLE001 - never fail the job
             _give_up(self._settings.folder, f"{type(error).__name__} {error}")
 
