@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
     from distdiag.training.overflow.replay import Call
 
@@ -17,6 +18,21 @@ _LONGEST_S = 60.0
 """How long a thread waits while another replays."""
 _LEAVE_S = 2.0
 """How long a replay waits for the calls of other threads to end."""
+_STAGES = "torch.distributed.pipelining.stage"
+_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")
+"""Methods of its stages; the last one of older torch."""
+
+
+def are_for_shapes() -> bool:
+    """Return whether a PipelineStage calls the model only to learn the shapes, on memory that nobody has written."""
+    if _STAGES not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in _INFERENCE and frame.f_globals.get("__name__") == _STAGES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Callers:

@@ -19,7 +19,7 @@ from distdiag.facts.machine import host_name
 from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.advice import Underflow
-from distdiag.training.overflow.calls import Callers
+from distdiag.training.overflow.calls import Callers, are_for_shapes
 from distdiag.training.overflow.cause import diverges
 from distdiag.training.overflow.gradients import GradientReader, listen, stop
 from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
@@ -275,8 +275,8 @@ class DebugUnderflowOverflow:
             self._full.detach()
 
     def _is_not_the_scripts(self) -> bool:
-        """Return whether this call is a replay, in a fork, compiled, or in a torch.func transform."""
-        if torch.compiler.is_compiling() or self._callers.replays or os.getpid() != self._pid:
+        """Return whether this call is a replay, in a fork, compiled, for shapes only, or in a torch.func transform."""
+        if torch.compiler.is_compiling() or self._callers.replays or os.getpid() != self._pid or are_for_shapes():
             return True
         look = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # such tensors have no memory to be read
         return look is not None and look() is not None
