@@ -36,14 +36,15 @@ _SETTLE_S = 0.5
 _QUIET_S = 0.2
 _HANG_S = 1.0
 """An interrupted run without progress for longer is inspected like a hang."""
-_INSPECT_S = 0.6
-"""For the stacks, which are read in parallel: the report is due a second after the timeout."""
+_INSPECT_S = 1.5
+"""For the stacks, read in parallel, in a twentieth of that on idle cores: the report is due two seconds after the
+timeout."""
 _PAUSE_S = 1.0
 """The nodes are read ten times as often."""
 _BRING_S = 3.0
 """Time to send py-spy, a few megabytes, to a node without it."""
 _MOST_EVENTS = 100_000
-_INSPECTED_S = 2.5
+_INSPECTED_S = 4.0
 """Then the agent counts as dead: two rounds of stacks that reach the limit, and a margin."""
 
 

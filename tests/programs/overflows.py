@@ -103,7 +103,7 @@ def pipeline(where: str, rank: int, watch: Callable[[nn.Module], object]) -> Non
     """Train one stage a rank; each passes its wrong numbers on to the next."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    torch.use_deterministic_algorithms(True)  # memory that nobody has written is nan, as it may be by chance
+    torch.use_deterministic_algorithms(True)  # fills unwritten memory with nan, which may be there by chance
     model = Stage()
     watch(model)
     size = dist.get_world_size()

@@ -24,7 +24,7 @@ _INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_s
 
 
 def are_for_shapes() -> bool:
-    """Return whether a PipelineStage calls the model only to learn the shapes, on memory that nobody has written."""
+    """Return whether a PipelineStage calls the model only to learn shapes, on uninitialised memory."""
     if _STAGES not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe()

@@ -188,7 +188,9 @@ def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     result = distdiag("trace", "show", "--json", "--count", "total", str(tmp_path))
     rings_of = {one["pid"]: one for one in result.report["data"]["rings"]}
     assert {one["rank"] for one in rings_of.values()} == {3}
-    (worker,) = (one for one in rings_of.values() if one["thread"]["count"])
+    worker, *others = [one for one in rings_of.values() if one["thread"]["count"]] or [None]
+    assert worker is not None, result.out
+    assert not others
     assert (worker["thread"]["count"], worker["full"], worker["thread"]["name"]) == (9, False, "MainThread")
     assert worker["thread"]["kept"] >= 17
     text = distdiag("trace", "show", "--count", "total", str(tmp_path)).out
