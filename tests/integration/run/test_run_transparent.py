@@ -225,7 +225,7 @@ def test_what_a_terminal_and_a_kill_do_to_a_job(place: Path, shell: bool, what: 
 
 def test_a_job_in_the_background_of_a_script_ignores_sigint(place: Path) -> None:
     code = (
-        "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('usr1', flush=True)); "
+        "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'usr1\\n')); "
         "print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN, flush=True); input()"
     )
     job = shlex.join([sys.executable, "-c", code])
