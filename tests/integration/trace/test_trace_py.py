@@ -184,12 +184,12 @@ def test_a_fork_writes_into_a_file_of_its_own(tmp_path: Path, tracer: str) -> No
 
 def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     """Its parent is the server, which may have kept no line, and is no rank."""
-    run(tmp_path, sys.executable, LINES, "forkserves", env={"RANK": "3", "WORLD_SIZE": "4"})
+    done = run(tmp_path, sys.executable, LINES, "forkserves", env={"RANK": "3", "WORLD_SIZE": "4"})
     result = distdiag("trace", "show", "--json", "--count", "total", str(tmp_path))
     rings_of = {one["pid"]: one for one in result.report["data"]["rings"]}
     assert {one["rank"] for one in rings_of.values()} == {3}
     worker, *others = [one for one in rings_of.values() if one["thread"]["count"]] or [None]
-    assert worker is not None, result.out
+    assert worker is not None, (done, result.out)
     assert not others
     assert (worker["thread"]["count"], worker["full"], worker["thread"]["name"]) == (9, False, "MainThread")
     assert worker["thread"]["kept"] >= 17
