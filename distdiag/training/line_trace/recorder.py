@@ -147,7 +147,7 @@ class Recorder:
         """In a forked child: drop the parent's file; the child's first line creates a new one with all names."""
         self._lock = threading.RLock()
         self._trace_file = None
-        self._broken = False
+        self._broken = self._making = False  # another thread may have been making one
 
     def close(self) -> None:
         """Record a normal exit, and the uncaught exception if any."""
