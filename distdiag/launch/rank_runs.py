@@ -37,8 +37,8 @@ _QUIET_S = 0.2
 _HANG_S = 1.0
 """An interrupted run without progress for longer is inspected like a hang."""
 _INSPECT_S = 1.5
-"""For the stacks, read in parallel, in a twentieth of that on idle cores: the report is due two seconds after the
-timeout."""
+"""For the stacks, which are read in parallel: py-spy is slow on busy cores, and the report is due two seconds after
+the timeout."""
 _PAUSE_S = 1.0
 """The nodes are read ten times as often."""
 _BRING_S = 3.0
