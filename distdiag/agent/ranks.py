@@ -161,7 +161,7 @@ class Ranks:
         unread = py_spy.Stack((), f"not read: limited to {_STACKS} ranks per node")
         for number in ordered:
             state, stack = states[number], found.get(pids[number], unread)
-            if state.letter == "D":  # any process is in D for a moment during a page fault or file access
+            if state.letter in ("D", "R"):  # any process is for a moment: a page fault, a wake-up from a sleep
                 state = machine.process_state(pids[number])
             busy, read_bytes = self._work_since_mark(number, pids[number])
             self._wire.send(

@@ -54,13 +54,14 @@ def test_a_rank_that_does_not_come_is_named_alone_and_in_time(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("works_by", "level", "code"), [("open('/proc/kallsyms').read()", "unknown", 3), ("pass", "fail", 1)]
+    ("works_by", "level", "code"),
+    [("open('/proc/kallsyms').read(); time.sleep(0.1)", "unknown", 3), ("time.sleep(60)", "fail", 1)],
 )
 def test_a_torch_that_loads_and_loads_is_slow_and_one_that_does_nothing_is_stuck(
     tmp_path: Path, works_by: str, level: str, code: int
 ) -> None:
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(f"import time\nwhile True:\n    {works_by}\n    time.sleep(0.1)\n")
+    (tmp_path / "torch/__init__.py").write_text(f"import time\nwhile True:\n    {works_by}\n")
     result = gpu_test("--nproc", "2", "--stall", "2", env={"PYTHONPATH": str(tmp_path)})
     assert result.code == code
     assert {one: finding["level"] for one, finding in result.findings.items()} == {"all-busy": level}
