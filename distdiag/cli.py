@@ -219,9 +219,10 @@ def _run(typed: Invocation) -> int:
             say(f"hint: {hint}")
         return _without_report(typed, 2, "usage", wrong.format_message(), hint)
     except (Interrupted, KeyboardInterrupt):
-        say(f"distdiag: {Interrupted()}")
-        return _without_report(typed, Interrupted.exit_code, Interrupted.id, str(Interrupted()))
+        return _interrupted(typed)
     except Exception as bug:  # noqa: BLE001 - the last boundary: status 1 would say that a fault of the job was found
+        if isinstance(bug.__cause__, KeyboardInterrupt):  # Python 3.11 raises a RuntimeError from it in __set_name__
+            return _interrupted(typed)
         if scarce := _scarce(bug):
             hint = limits.hint_for(scarce)
             say(f"distdiag: {scarce}\nhint: {hint}")
@@ -231,6 +232,11 @@ def _run(typed: Invocation) -> int:
         say(traceback.format_exc().rstrip("\n"))
         words = f"bug in distdiag: {type(bug).__name__}: {bug}"
         return _without_report(typed, 3, "distdiag.bug", words)
+
+
+def _interrupted(typed: Invocation) -> int:
+    say(f"distdiag: {Interrupted()}")
+    return _without_report(typed, Interrupted.exit_code, Interrupted.id, str(Interrupted()))
 
 
 def _hint(typed: Invocation, wrong: Any) -> str:  # noqa: ANN401 - Typer's error is private

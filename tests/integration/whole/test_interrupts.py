@@ -105,6 +105,19 @@ def test_an_interrupt_that_python_would_swallow_comes_again() -> None:
     assert (process.returncode, err) == (130, "")
 
 
+_IN_SET_NAME = """
+import dataclasses, os, signal
+from distdiag.__main__ import main
+dataclasses.Field.__set_name__ = lambda _, owner, __: owner.__name__ == "PathTest" and os.kill(os.getpid(), signal.SIGINT)
+main()
+"""
+
+
+def test_an_interrupt_that_python_makes_an_error_of_is_one(begun: list[subprocess.Popen[str]]) -> None:
+    """Python 3.11 raises a RuntimeError if it comes while a dataclass gets its fields; it was called our bug."""
+    check(start(begun, sys.executable, "-c", _IN_SET_NAME, *BENCH))
+
+
 def test_a_report_that_nobody_reads_is_no_reason_to_stay(begun: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     """Its pipe is full: the interrupt ends it, also where Python would write the rest at its end."""
     (tmp_path / "many").mkdir()
