@@ -65,6 +65,7 @@ class _Torch:
                 kernels.run()
         elif name == _KERNELS and self._loader is None:  # the last of torch's imports
             if self._searched:
+                gc.freeze()
                 gc.enable()
             spec = PathFinder.find_spec(name, path)
             if spec is not None and "DISTDIAG_TESTS_WHOLE_TORCH" not in os.environ:
