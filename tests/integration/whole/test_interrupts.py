@@ -108,7 +108,10 @@ def test_an_interrupt_that_python_would_swallow_comes_again() -> None:
 _IN_SET_NAME = """
 import dataclasses, os, signal
 from distdiag.__main__ import main
-dataclasses.Field.__set_name__ = lambda _, owner, __: owner.__name__ == "PathTest" and os.kill(os.getpid(), signal.SIGINT)
+def interrupted(field, owner, name):
+    if owner.__name__ == "PathTest":
+        os.kill(os.getpid(), signal.SIGINT)
+dataclasses.Field.__set_name__ = interrupted
 main()
 """
 
