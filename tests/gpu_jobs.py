@@ -280,7 +280,7 @@ class GpuJob:
         wait_until(ready, READY_S, lambda: f"not ready; {self.said()}")
         for process in self._processes[1:]:  # where sessions share the processors, a nice process in its own is not
             with contextlib.suppress(OSError):
-                Path(f"/proc/{process.pid}/autogroup").write_text("19")
+                Path(f"/proc/{process.pid}/autogroup").write_text("15")
 
     def wait_still(self) -> None:
         """Wait until no GPU has finished an operation for 2 s."""
