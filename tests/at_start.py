@@ -93,7 +93,7 @@ def _compile_sent(source: Any, name: Any, *how: Any, **more: Any) -> Any:  # noq
                 with open(path, encoding="utf-8") as file:
                     code = SourceFileLoader(name, path).get_code(name) if file.read() == source else None
                 if code is not None:
-                    _imp._fix_co_filename(code, name)
+                    _imp._fix_co_filename(code, name)  # type: ignore[attr-defined]
                     return code
     return _compile(source, name, *how, **more)
 

@@ -35,13 +35,16 @@ class GpuPlace:
 
 
 def gpu_place(places: Sequence[Places]) -> GpuPlace | None:
-    """Return the place of the main thread, else of an autograd thread, if all readings agree; else None."""
+    """Return the place of the main thread, else of an autograd thread, if all readings agree; else None.
+
+    Readings in which the thread was runnable but got no processor do not count: it is where it was before.
+    """
     if not places:
         return None
     last = places[-1].threads
     for thread in [*last[:1], *filter(_is_autograd, last[1:])]:
         seen = [_same(each, thread.tid) for each in places]
-        found = [_place(each) for each in seen if each is not None]
+        found = [_place(each) for each in seen if each is not None and (each.samples or each.state != "R")]
         known = [each for each in found if each is not None]
         if known and len(known) == len(found):
             return replace(known[-1], thread="" if thread is last[0] else thread.comm)

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from distdiag.diagnosis.data_workers import ran_lately, stuck_worker
+from distdiag.diagnosis.gpu_place import is_located
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.slow_ranks import find_slow
 from distdiag.diagnosis.stack_classes import RankState, StackClass, rank_states
@@ -33,6 +34,9 @@ Rank = TypeVar("Rank")
 
 _MINORITY = 1 / 3
 """Largest share of ranks to blame for a different collective; a larger group may be the correct side."""
+
+_STARVED = 0.05
+"""Share of a core below which samples of the processors may all miss a thread."""
 
 LONG_S = 5.0
 """Seconds of waiting that no ordinary step explains."""
@@ -122,6 +126,8 @@ def _decide(
     live = without(known, still)
     waiting = _of(live, StackClass.COMM, StackClass.GPU)
     outside = without(live, waiting)
+    starved = list(filter(is_starved, outside))
+    outside = without(outside, starved)
     # While others wait in init_process_group, a rank without a process may be about to start, like one on another host.
     is_start = bool(waiting) and all(map(in_init, waiting))
     absent = [state for state in still if state.member.is_absent] if is_start else []
@@ -143,6 +149,8 @@ def _decide(
         return _some_are_outside(waiting, outside, awaits)
     if not waiting:
         return _none_waits(job, live)
+    if starved:
+        return Outcome.STANDSTILL, [], [*waiting, *starved]
     if unreadable or job.unseen or absent:
         return Outcome.UNREADABLE, [], waiting
     return _all_wait(waiting)
@@ -301,6 +309,22 @@ def without(members: Iterable[RankState], others: Iterable[RankState]) -> list[R
 def works(state: RankState) -> bool:
     """Return whether a rank makes progress, computes, or waits for activity of its own children, threads or files."""
     return state.thread.motion in (Motion.MOVES, Motion.COMPUTES, Motion.WORKS)
+
+
+def is_starved(state: RankState) -> bool:
+    """Return whether a rank with a GPU hardly ran between the samples, though it was runnable in all of them.
+
+    No sample of its C frames exists then, so it may wait for its GPU at this line, as waits for a GPU spin.
+    """
+    thread, process, watched = state.thread, state.member.process, state.member.watched
+    return (
+        thread.motion is Motion.COMPUTES
+        and thread.kind in (StackClass.COMPUTE, StackClass.PYTHON)
+        and thread.busy is not None
+        and thread.busy < _STARVED
+        and (process is not None and process.gpu)
+        and not (watched is not None and is_located(watched.places))
+    )
 
 
 def waited_s(waiting: Iterable[RankState]) -> float:

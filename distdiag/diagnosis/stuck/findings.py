@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.diagnosis.activity_wording import moves_in_words
 from distdiag.diagnosis.data_workers import stuck_worker
 from distdiag.diagnosis.motion import Motion
-from distdiag.diagnosis.outliers import Outcome, in_init, split, without
+from distdiag.diagnosis.outliers import Outcome, in_init, is_starved, split, without
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
 from distdiag.diagnosis.stack_wording import briefly, does, spot, waits, who
 from distdiag.diagnosis.stuck.evidence import has_gpu
@@ -378,6 +378,8 @@ def _situation(evidence: Evidence) -> str:
     if stacks.outcome in (Outcome.STANDSTILL, Outcome.ALONE):
         waits_for_others = any(state.thread.kind in (StackClass.COMM, StackClass.GPU) for state in stacks.waiting)
         how = "most ranks are outside of the collective" if waits_for_others else "no rank waits for another"
+        if starved := list(filter(is_starved, stacks.waiting)):
+            how = f"{briefly(starved)} hardly got to run, and may wait too"
         return f"{how}: " + "; ".join(map(_unmoved, groups[:3])) + _rest(groups[3:], "elsewhere")
     count = len(stacks.waiting)
     all_of_them = "both ranks" if count == 2 else f"all {count} ranks"
@@ -397,6 +399,8 @@ def _unmoved(group: Sequence[RankState]) -> str:
     """Describe ranks without progress that wait for no other: "rank 3 has computed at train.py:41 for all of 10 s"."""
     first, name = group[0], briefly(group)
     seconds = lasting(first.thread.still_s)
+    if is_starved(first):
+        return f"{name}: {does(first)}"
     if first.thread.motion is Motion.COMPUTES and first.thread.location.frame is not None:
         has = "has" if len(group) == 1 else "have"
         return f"{name} {has} computed at {spot(first.thread.location.frame)} for all of {seconds}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.data_workers import stuck_worker
 from distdiag.diagnosis.motion import Motion
-from distdiag.diagnosis.outliers import Outcome, works
+from distdiag.diagnosis.outliers import Outcome, is_starved, works
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck.evidence import in_communicator_init
 from distdiag.diagnosis.stuck.types import Source, StuckKind
@@ -240,6 +240,13 @@ def _network(state: RankState, wait: Wait, evidence: Evidence) -> Fix:
     )
 
 
+def _look_at_computing(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    if any(map(is_starved, evidence.stacks.states)):
+        busiest = "ps -eo pid,user,ni,pcpu,args --sort=-pcpu | head"
+        return "see which processes take the processors; look again once the ranks get to run", (busiest,)
+    return "sample for longer: a loop that ends moves on", (evidence.again("pyspy-all", "--interval", "60"),)
+
+
 def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
     """Return the experiment that decides between the candidates: (text, commands)."""
     evidence = joined.evidence
@@ -260,7 +267,7 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
         words = ("pyspy-all", "--native", "--threads", "all", *whom)
         return "see which C++ function waits (this pauses the process for about a second)", (asked.again(*words),)
     if any(state.thread.motion is Motion.COMPUTES for state in states):
-        return "sample for longer: a loop that ends moves on", (evidence.again("pyspy-all", "--interval", "60"),)
+        return _look_at_computing(evidence)
     is_recorded = evidence.recorder is not None and len({member.host for member in evidence.job.members}) > 1
     if is_recorded or in_communicator_init(states):
         return "test the network without the job", (asked.again("ports"),)

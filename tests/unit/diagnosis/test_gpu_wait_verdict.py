@@ -172,6 +172,15 @@ def test_a_thread_that_is_only_now_and_then_in_a_gpu_library_does_not_wait_there
         assert {row.doing for row in report.data.processes} == {"compute"}
 
 
+@pytest.mark.parametrize("ran_first", [True, False])
+def test_a_thread_that_got_no_processor_in_one_reading_is_where_the_other_saw_it(ran_first: bool) -> None:
+    unseen = replace(place(), method="", samples=0, inner=(), libraries=(), calls=())
+    facts = picture([spins()] * 2, {0: (place(),), 1: (place(),)})
+    both = (place(), unseen) if ran_first else (unseen, place())
+    watched = tuple(replace(one, places=tuple(Places(one.pid, (each,)) for each in both)) for one in facts.watched)
+    assert {row.doing for row in judge(replace(facts, watched=watched)).data.processes} == {"gpu wait"}
+
+
 def load(rank: int, busy: int, power_w: float) -> GpuUse:
     return GpuUse(rank, f"GPU-{rank}", (busy, busy), (power_w, power_w), 700.0, 2**30, (100 + rank,))
 
@@ -209,3 +218,12 @@ def test_gpus_that_are_all_busy_accuse_none() -> None:
     report = judge(picture([spins()] * 3, everywhere, [load(rank, 100, 130.0) for rank in range(3)]))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
     assert "the connections between the ranks or a GPU" in report.summary
+
+
+def test_a_rank_that_hardly_gets_to_run_is_not_accused_as_no_sample_can_show_whether_it_waits_for_its_gpu() -> None:
+    waiting = {rank: (place("cudaStreamSynchronize"),) for rank in range(2)}
+    report = judge(picture([spins(), spins(), spins(cpu=0.01)], waiting, [load(rank, 100, 300.0) for rank in range(3)]))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    assert "rank 2 hardly got to run, and may wait too" in report.summary
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands == ("ps -eo pid,user,ni,pcpu,args --sort=-pcpu | head",)
