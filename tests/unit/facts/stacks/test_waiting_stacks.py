@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from jobs import wait_for_state
 from loops import each
-from support import need
+from support import need, wait_until
 
 from distdiag.facts import elf
 from distdiag.facts.stacks import stack_types, waiting_stacks
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PROGRAM = str(Path(__file__).parents[3] / "programs" / "waits_deep.py")
+_SELECTS = ("23", "270", "72")
+"""select and pselect6 of x86-64, pselect6 of aarch64."""
 _KNOWN = ("3.11", "3.12", "3.13")
 
 
@@ -48,7 +50,11 @@ def _running(how: str, python: str = sys.executable) -> Iterator[tuple[int, str]
     process = subprocess.Popen([python, "-u", _PROGRAM, how], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield process.pid, process.stdout.readline().strip()
+        line = process.stdout.readline().strip()
+        if how == "sleeps":  # it says so a moment before, in which it may wait for the interpreter's lock
+            call = Path(f"/proc/{process.pid}/syscall")
+            wait_until(lambda: call.read_text().split()[0] in _SELECTS, 30, lambda: call.read_text())
+        yield process.pid, line
     finally:
         process.kill()
         process.communicate()
