@@ -51,7 +51,7 @@ def _running(how: str, python: str = sys.executable) -> Iterator[tuple[int, str]
     try:
         assert process.stdout is not None
         line = process.stdout.readline().strip()
-        if how == "sleeps":  # it says so a moment before, in which it may wait for the interpreter's lock
+        if how == "sleeps" and line:  # "ready" comes first, and taking the GIL again may block
             call = Path(f"/proc/{process.pid}/syscall")
             wait_until(lambda: call.read_text().split()[0] in _SELECTS, 30, lambda: call.read_text())
         yield process.pid, line
