@@ -58,7 +58,7 @@ def _hard_limit() -> str:
 
 
 def _run_to_death(argv: list[str], folder: Path) -> str:
-    """Run a program without a limit on its core; all that it printed."""
+    """Run a program without a limit on its core; return its output and status."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}
     with subprocess.Popen(
         ["sh", "-c", 'ulimit -c unlimited && exec "$@"', "sh", *argv],
@@ -71,7 +71,8 @@ def _run_to_death(argv: list[str], folder: Path) -> str:
         start_new_session=True,
     ) as process:
         try:
-            return process.communicate(timeout=60)[0]
+            out = process.communicate(timeout=60)[0]
+            return f"{out}(status {process.returncode})"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

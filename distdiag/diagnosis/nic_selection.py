@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING
 
+from distdiag.facts.network.interfaces import network_of
 from distdiag.facts.network.nics import INTERNAL
 from distdiag.record import record
 from distdiag.report import Fix, quoted
@@ -139,10 +140,9 @@ def _in_subnet(nics: Sequence[Nic], usable: Sequence[SelectedNic], comm_id: str)
         wanted = ipaddress.ip_address(host)
     except ValueError:
         return ()
-    networks = {
-        entry.partition("/")[0]: ipaddress.ip_interface(entry).network for nic in nics for entry in nic.addresses
-    }
-    return tuple(nic for nic in usable if wanted in networks[nic.address])[:1]
+    networks = {entry.partition("/")[0]: network_of(entry) for nic in nics for entry in nic.addresses}
+    own = [(nic, networks[nic.address]) for nic in usable]
+    return tuple(nic for nic, network in own if network is not None and wanted in network)[:1]
 
 
 def gloo_selection(nics: Sequence[Nic], names: Names, variables: Mapping[str, str]) -> Selection:

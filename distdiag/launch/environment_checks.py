@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
@@ -12,6 +11,7 @@ from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import format_size
+from distdiag.facts.network.interfaces import network_of
 from distdiag.launch.types import Backend, Device
 from distdiag.launch.wording import found
 from distdiag.report import Level, Where
@@ -122,8 +122,9 @@ def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> li
     networks: dict[str, dict[str, object]] = {}
     for node, name in meeting.interfaces.items():
         own = next((nic for nic in meeting.networks[node].interfaces if nic.name == name), None)
-        if own is not None and own.addresses:
-            networks[meeting.hosts[node]] = {"network": str(ipaddress.ip_interface(own.addresses[0]).network)}
+        network = network_of(own.addresses[0]) if own is not None and own.addresses else None
+        if network is not None:
+            networks[meeting.hosts[node]] = {"network": str(network)}
     return [
         found("networks-differ", request, Where(hosts=difference.odd_hosts), difference=difference)
         for difference in differences(networks)

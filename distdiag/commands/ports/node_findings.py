@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from distdiag.diagnosis.nic_selection import (
     suggested,
 )
 from distdiag.diagnosis.verdicts import finding
-from distdiag.facts.network.interfaces import is_loopback
+from distdiag.facts.network.interfaces import is_loopback, network_of
 from distdiag.fold import by_key
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -151,7 +150,8 @@ def _firewall(node: NodePorts, several: bool) -> Finding | None:
 
 def _network(node: NodePorts) -> str:
     nic = suggested(node.network.interfaces)
-    return str(ipaddress.ip_interface(nic.addresses[0]).network) if nic is not None else "0.0.0.0/0"
+    network = network_of(nic.addresses[0]) if nic is not None else None
+    return str(network) if network is not None else "0.0.0.0/0"
 
 
 def _container(node: NodePorts, several: bool) -> Finding | None:

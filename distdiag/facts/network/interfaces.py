@@ -88,6 +88,14 @@ def is_address(text: str) -> bool:
     return True
 
 
+def network_of(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Return the network of "address/prefix"; None if it is neither, as from a damaged answer of another node."""
+    try:
+        return ipaddress.ip_interface(entry).network
+    except ValueError:
+        return None
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an address is in 127.0.0.0/8 or ::1."""
     try:

@@ -13,7 +13,7 @@ from distdiag.diagnosis.nic_selection import (
     rendezvous_addresses,
     suggested,
 )
-from distdiag.facts.network.interfaces import Names, Network
+from distdiag.facts.network.interfaces import Names, Network, network_of
 from distdiag.facts.network.nics import Nic
 
 KINDS = {"lo": "loopback", "ib": "infiniband", "docker": "bridge", "virbr": "bridge", "br-": "bridge"}
@@ -188,3 +188,9 @@ def test_rank_0_is_met_where_the_user_says_or_at_the_likeliest_address() -> None
     assert met_at("eth0 eth1", nothing, nccl="ens5") == ["eth0", "eth1"]
     assert met_at("eth0 eth1", nothing, nccl="=") == ["eth0", "eth1"]
     assert met_at("", nothing) == ["lo"]
+
+
+def test_what_is_no_address_is_in_no_network() -> None:
+    """A damaged answer of a node ended gpu-test with a traceback."""
+    assert network_of("..") is None
+    assert str(network_of("10.0.3.7/24")) == "10.0.3.0/24"

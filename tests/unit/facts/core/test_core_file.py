@@ -61,7 +61,7 @@ def core_of(folder: Path) -> CoreOf:
         if program not in made:
             if program in NATIVE:
                 need("g++")
-            (folder / program).mkdir()
+            (folder / program).mkdir(exist_ok=True)
             made[program] = make_core(program, folder / program, *([str(folder)] if program in NATIVE else []))
         return made[program]
 
