@@ -55,7 +55,7 @@ def test_a_node_that_resets_connections_after_8_mb_is_accused_by_the_two_others(
     (found,) = result.findings.values()
     assert found["id"] == "gpu-test.connections-cut"
     # The first node to lose node3 leaves, and the other may lose that node instead: both ends of the path are named.
-    assert "node3" in found["where"]["hosts"]
+    assert "node3" in found["where"]["hosts"], found
     assert len(found["where"]["hosts"]) < 3
     assert set(found["where"]["hosts"]) | set(found["witnesses"]["hosts"]) <= {"node1", "node2", "node3"}
     assert "[10.77.0.3]" in " ".join(found["evidence"])
