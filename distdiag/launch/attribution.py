@@ -169,13 +169,26 @@ def cut(
     ]
     if not broken:
         return parts, []
-    accused, witnesses = accuse(broken)
+    accused, witnesses = _accuse_of_cuts(broken)
     blamed = replace(
         parts,
         died=tuple(rank for rank in parts.died if host[rank] in accused),
         troubles=tuple(trouble for trouble in parts.troubles if host[trouble.rank] in accused),
     )
     return blamed, [_cut(broken, accused, witnesses, traces, request)]
+
+
+def _accuse_of_cuts(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return accused hosts and witnesses; both ends of a path if one end may have been lost because it lost the other.
+
+    Ranks give up within milliseconds of each other, so reports from different nodes do not tell their order.
+    """
+    accused, witnesses = accuse(broken)
+    lost = {connection.target for connection in broken if connection.source in accused}
+    losers = {connection.source for connection in broken if connection.target in accused}
+    if len(accused) == 1 and len(lost) == len(losers) == 1 and lost != losers:
+        return (*accused, *lost), tuple(losers)
+    return accused, witnesses
 
 
 def _was_over_before(rank: int, host: str, traces: Sequence[RankTimeline]) -> bool:

@@ -100,7 +100,10 @@ def judged(outcome: Outcome, *traces: RankTimeline) -> tuple[Finding, Report[Gpu
     [
         (trace(0, said=GLOO.format("10.77.0.3")), trace(1, said=GLOO.format("::ffff:10.77.0.3")), trace(2)),
         (trace(0, said=NCCL.format("node3<46588>")), trace(1, tail=GLOO.format("10.77.0.3")), trace(2)),
-        (trace(0, said=GLOO.format("10.77.0.3")), trace(1), trace(2, said=GLOO.format("10.77.0.2"))),
+        (
+            *(trace(0, said=GLOO.format("10.77.0.3")), trace(1, said=GLOO.format("10.77.0.3"))),
+            trace(2, said=GLOO.format("10.77.0.2")),
+        ),
     ],
 )
 def test_cut_connections_accuse_the_node_that_all_of_them_lead_to(traces: tuple[RankTimeline, ...]) -> None:
@@ -109,6 +112,13 @@ def test_cut_connections_accuse_the_node_that_all_of_them_lead_to(traces: tuple[
     assert found.witnesses.hosts == ("node1", "node2")
     statuses = [rank.status for rank in report.data.ranks[:2]]
     assert statuses == ["waiting", "waiting"]
+
+
+def test_a_node_that_may_have_been_lost_because_it_lost_another_is_not_accused_alone() -> None:
+    traces = trace(0, said=GLOO.format("10.77.0.3")), trace(1), trace(2, said=GLOO.format("10.77.0.2"))
+    found, _ = judged(Outcome.FAULT, *traces)
+    assert (found.id, found.where.hosts) == ("gpu-test.connections-cut", ("node3", "node2"))
+    assert found.witnesses.hosts == ("node1",)
 
 
 def test_whom_a_rank_lost_that_had_given_up_before_is_not_accused() -> None:
