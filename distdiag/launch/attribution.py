@@ -179,15 +179,16 @@ def cut(
 
 
 def _accuse_of_cuts(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return accused hosts and witnesses; both ends of a path if one end may have been lost because it lost the other.
+    """Return accused hosts and witnesses; both ends of a path if one may have been lost because it lost the other.
 
-    Ranks give up within milliseconds of each other, so reports from different nodes do not tell their order.
+    Ranks give up within milliseconds of each other, so reports from different nodes do not tell their order. The rank
+    that lost the first end saw nothing of that path, and is no witness.
     """
     accused, witnesses = accuse(broken)
     lost = {connection.target for connection in broken if connection.source in accused}
     losers = {connection.source for connection in broken if connection.target in accused}
     if len(accused) == 1 and len(lost) == len(losers) == 1 and lost != losers:
-        return (*accused, *lost), tuple(losers)
+        return (*accused, *lost), ()
     return accused, witnesses
 
 

@@ -379,7 +379,7 @@ def _situation(evidence: Evidence) -> str:
         waits_for_others = any(state.thread.kind in (StackClass.COMM, StackClass.GPU) for state in stacks.waiting)
         how = "most ranks are outside of the collective" if waits_for_others else "no rank waits for another"
         if starved := list(filter(is_starved, stacks.waiting)):
-            how = f"{briefly(starved)} hardly got to run, and may wait too"
+            how = f"{briefly(starved)} hardly got to run, and may be waiting for a GPU"
         return f"{how}: " + "; ".join(map(_unmoved, groups[:3])) + _rest(groups[3:], "elsewhere")
     count = len(stacks.waiting)
     all_of_them = "both ranks" if count == 2 else f"all {count} ranks"

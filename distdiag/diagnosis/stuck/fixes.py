@@ -243,7 +243,7 @@ def _network(state: RankState, wait: Wait, evidence: Evidence) -> Fix:
 def _look_at_computing(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     if any(map(is_starved, evidence.stacks.states)):
         busiest = "ps -eo pid,user,ni,pcpu,args --sort=-pcpu | head"
-        return "see which processes take the processors; look again once the ranks get to run", (busiest,)
+        return "see which processes use the CPUs; rerun once the ranks get CPU time", (busiest,)
     return "sample for longer: a loop that ends moves on", (evidence.again("pyspy-all", "--interval", "60"),)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.gpu_use import GpuKind
 from distdiag.diagnosis.motion import Motion
-from distdiag.diagnosis.outliers import Outcome, place
+from distdiag.diagnosis.outliers import Outcome, is_starved, place
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck import sources
 from distdiag.diagnosis.stuck.evidence import has_gpu, in_communicator_init
@@ -225,6 +225,8 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
             "a long call into C++ that keeps the GIL",
         )
     if evidence.stacks.outcome in (Outcome.STANDSTILL, Outcome.ALONE):
+        if any(map(is_starved, evidence.stacks.states)):
+            return ("a rank that works too slowly", "a collective or a GPU that does not finish")
         if any(state.thread.motion is Motion.COMPUTES for state in evidence.stacks.states):
             return ("a long operation", "a loop that does not end")
         return ("the job waits for something outside of it", "it is starting or ending")

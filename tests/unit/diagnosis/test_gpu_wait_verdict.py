@@ -224,6 +224,7 @@ def test_a_rank_that_hardly_gets_to_run_is_not_accused_as_no_sample_can_show_whe
     waiting = {rank: (place("cudaStreamSynchronize"),) for rank in range(2)}
     report = judge(picture([spins(), spins(), spins(cpu=0.01)], waiting, [load(rank, 100, 300.0) for rank in range(3)]))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
-    assert "rank 2 hardly got to run, and may wait too" in report.summary
+    assert "rank 2 hardly got to run, and may be waiting for a GPU" in report.summary
+    assert "either a rank that works too slowly or a collective or a GPU" in report.summary
     assert report.findings[0].fix is not None
     assert report.findings[0].fix.commands == ("ps -eo pid,user,ni,pcpu,args --sort=-pcpu | head",)
