@@ -177,7 +177,8 @@ class Running:
     def kill_all(self) -> None:
         """End all remaining processes."""
         left = [] if self.is_gone else self.left_behind()
-        for pid in [self.process.pid, *(int(line.partition(":")[0]) for line in left)]:
+        alive = [self.process.pid] if self.process.poll() is None else []  # its number may be another's afterwards
+        for pid in [*alive, *(int(line.partition(":")[0]) for line in left)]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -228,13 +228,8 @@ class _Running:
 def end_group(process: subprocess.Popen[bytes] | Adopted) -> int | None:
     """Kill the group of a `start`ed process, reap it and close its pipes; return its status, None if unkillable."""
     _started.discard(process)
-    status = process.poll()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        # Also after the leader's exit, as its children may survive in the group. A reaped leader's id is not reused
-        # while the group has members; an empty group makes this a no-op.
-        os.killpg(process.pid, signal.SIGKILL)
-    if status is None:
-        status = wait(process, REAP_S)
+    _kill_group(process)
+    status = wait(process, REAP_S)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None and not stream.closed:
             try:
@@ -244,12 +239,29 @@ def end_group(process: subprocess.Popen[bytes] | Adopted) -> int | None:
     return status
 
 
+def _kill_group(process: subprocess.Popen[bytes] | Adopted) -> None:
+    # Also after the leader's exit, as its children may survive in the group.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process.returncode is None or not _is_reused(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_reused(pid: int) -> bool:
+    """Whether the id of a reaped leader belongs to another process, which means that its own group is empty."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
 def kill_all() -> None:
     """Kill the groups of all `start`ed processes not yet ended, before this process exits."""
     left = list(_started)
     for process in left:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
     deadline = time.monotonic() + REAP_S / 2
     for process in left:  # reaped here, as a container may have no init to do it
         wait(process, max(0.0, deadline - time.monotonic()))
