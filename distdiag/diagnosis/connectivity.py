@@ -44,6 +44,7 @@ _AT_THE_SOURCE = (*_BY_ITS_OWN_KERNEL, "name", "loopback")
 _JUDGED_ELSEWHERE = ("stranger", "swallowed-up", "swallowed-down", "busy")
 _PURPOSES = {(PORT,): "port", (RANKS,): "rank-ports", (PORT, RANKS): "path"}
 _IDS = {"name": Shared.ADDRESS_UNRESOLVED, "loopback": Shared.ADDRESS_LOOPBACK}
+_LISTS = {"ufw": "ufw status numbered", "iptables": "iptables -S INPUT"}
 _FEW_RETRANSMITS = 4
 """Packets sent again for the 64 KiB of a small probe, about 50 full packets: more than a busy switch costs."""
 _LOSSY_SHARE = 0.05
@@ -402,8 +403,13 @@ def _sudo(network: Network) -> str:
 
 
 def opening(network: Network, ports: Sequence[str], source: str) -> tuple[str, ...]:
-    """Write the commands that let TCP ports in from a network, for the firewall tool that the node has."""
+    """Write the commands that let TCP ports in from a network, for the firewall tool that the node has.
+
+    `source`: "" if unknown: then the rules are listed, as ports are not to be opened to everybody.
+    """
     tool, sudo = next(iter(network.firewall_tools), ""), _sudo(network)
+    if tool in _LISTS and not source:
+        return (f"{sudo}{_LISTS[tool]}",)
     if tool == "firewall-cmd":
         opened = " ".join(f"--add-port={port}/tcp" for port in ports)
         return (f"{sudo}firewall-cmd --permanent {opened} && {sudo}firewall-cmd --reload",)
@@ -419,7 +425,7 @@ def opening(network: Network, ports: Sequence[str], source: str) -> tuple[str, .
 
 
 def network_of(test: PathTest) -> str:
-    """Return the smallest network that holds the addresses of all nodes: 10.0.0.0/24."""
+    """Return the smallest network with the addresses of all nodes: 10.0.0.0/24; "" if unknown or wider than /8."""
     found = []
     for node, network in test.networks.items():
         nic = suggested(network.interfaces)
@@ -431,10 +437,12 @@ def network_of(test: PathTest) -> str:
             break
     same = [address for address in found if address.version == found[0].version]
     if not same:
-        return "0.0.0.0/0"
+        return ""
     wide = ipaddress.ip_network(same[0])
     while not all(address in wide for address in same):
         wide = wide.supernet()
+    if wide.prefixlen < 8:  # such as 10.0.0.1 and 192.168.0.1
+        return ""
     return str(wide if wide.prefixlen < 24 or wide.version == 6 else wide.supernet(new_prefix=24))
 
 

@@ -151,7 +151,7 @@ def _firewall(node: NodePorts, several: bool) -> Finding | None:
 def _network(node: NodePorts) -> str:
     nic = suggested(node.network.interfaces)
     network = network_of(nic.addresses[0]) if nic is not None else None
-    return str(network) if network is not None else "0.0.0.0/0"
+    return str(network) if network is not None else ""
 
 
 def _container(node: NodePorts, several: bool) -> Finding | None:

@@ -126,6 +126,20 @@ def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() ->
     assert closed.fix.commands[0] == "sudo ufw allow proto tcp from 10.0.0.0/24 to any port 29500"
 
 
+@pytest.mark.parametrize(("tool", "command"), [("ufw", "ufw status numbered"), ("iptables", "iptables -S INPUT")])
+@pytest.mark.parametrize("unknown", ["..", "192.168.0.1/24"])
+def test_no_port_is_opened_to_the_world_where_the_network_of_the_nodes_is_not_known(
+    tool: str, command: str, unknown: str
+) -> None:
+    subject = meeting(*(to_head(source, "filtered") for source in ("n2", "n3")), to_head("n2", "ok", "ranks"))
+    here = network("n", tools=(tool,))
+    there = replace(here, interfaces=(replace(here.interfaces[0], addresses=(unknown,)),))
+    subject.networks.update(n1=there, n2=there if unknown == ".." else here, n3=there)
+    (closed,) = judged(subject)
+    assert closed.fix is not None
+    assert closed.fix.commands[0] == f"sudo {command}"
+
+
 def test_a_few_packets_sent_again_are_no_fault_and_many_are() -> None:
     busy = NetworkPath(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=2))
     lossy = NetworkPath(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=9))
