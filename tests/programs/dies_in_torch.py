@@ -9,7 +9,7 @@ import torch  # noqa: E402
 
 
 def clip_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    ctypes.string_at(0xDEAD000)
+    ctypes.string_at(0xDEAD0)
     return gradient
 
 

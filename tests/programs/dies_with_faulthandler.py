@@ -5,7 +5,7 @@ import faulthandler
 
 
 def read_sample() -> bytes:
-    return ctypes.string_at(0xDEAD000)
+    return ctypes.string_at(0xDEAD0)
 
 
 faulthandler.enable()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def clip_gradient(gradient: object) -> object:
-    ctypes.string_at(0xDEAD000)
+    ctypes.string_at(0xDEAD0)
     return gradient
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NATIVE = ("dies_in_cpp_thread", "dies_by_cpp_exception", "dies_by_stack_overflow")
 MAPERR, ADRERR, TKILL = 1, 2, -6  # si_code, sigaction(2)
-BAD_ADDRESS = 0xDEAD000
+BAD_ADDRESS = 0xDEAD0
 _TYPE, _MACHINE, _SECTIONS_AT, _SEGMENT_COUNT = 0x10, 0x12, 0x28, 0x38  # in the header, elf(5)
 _SEGMENT_BYTES, _HEADER_BYTES = 56, 64
 PACK = {

@@ -64,7 +64,7 @@ LIBRARIES = {
         "",
     ),
     "in_a_c_thread": (
-        "#include <pthread.h>\nstatic void *run(void *x) { ((void (*)(void)) 0xDEAD000)(); return x; }\n"
+        "#include <pthread.h>\nstatic void *run(void *x) { ((void (*)(void)) 0xDEAD0)(); return x; }\n"
         "void start(void) { pthread_t t; pthread_create(&t, 0, run, 0); }",
         "",
     ),
@@ -128,10 +128,10 @@ def core_of(needs_both: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 PROGRAMS = {
-    "jumps_nowhere": "import ctypes\ndef jump(): ctypes.CFUNCTYPE(None)(0xDEAD000)()\njump()",
+    "jumps_nowhere": "import ctypes\ndef jump(): ctypes.CFUNCTYPE(None)(0xDEAD0)()\njump()",
     "ends_in_a_call": "import ctypes\ndef call(): ctypes.CDLL('./libcheck.so').start(1)\ncall()",
     "in_a_handler": "import ctypes\nlibc = ctypes.CDLL(None)\n"
-    "@ctypes.CFUNCTYPE(None, ctypes.c_int)\ndef handle(number): ctypes.string_at(0xDEAD000)\n"
+    "@ctypes.CFUNCTYPE(None, ctypes.c_int)\ndef handle(number): ctypes.string_at(0xDEAD0)\n"
     "libc.signal(10, handle)\ndef work(): libc['raise'](10)\nwork()",
     "frees_twice": "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.free.argtypes = [ctypes.c_void_p]\n"
     "data = ctypes.create_string_buffer(100)\nlibc.free(ctypes.addressof(data) + 16)",
@@ -139,7 +139,7 @@ PROGRAMS = {
     "for _ in range(100): threading.Thread(target=lock.acquire, daemon=True).start()\nos.abort()",
     "calls_back": "import ctypes\nlibc = ctypes.CDLL(None)\n"
     "@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)\n"
-    "def compare(a, b): ctypes.string_at(0xDEAD000)\nlibc.qsort((ctypes.c_int * 3)(3, 2, 1), 3, 4, compare)",
+    "def compare(a, b): ctypes.string_at(0xDEAD0)\nlibc.qsort((ctypes.c_int * 3)(3, 2, 1), 3, 4, compare)",
     "dies_at_its_end": "import ctypes\nctypes.CDLL('./libcheck.so')",
     "without_a_stack": "import ctypes\nctypes.CDLL('./libcheck.so').outer()",
     "on_a_stack_above": "import ctypes\nctypes.CDLL('./libcheck.so').outer()",
@@ -149,7 +149,7 @@ PROGRAMS = {
     "training_loop()",
     "forks_in_c": "import ctypes, os\ndef child(): os.abort()\nif ctypes.CDLL(None).fork(): os.wait()\nelse: child()",
     "recurses": "import ctypes, sys\nsys.setrecursionlimit(10**6)\n"
-    "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD000)\ndescend(8_000)",
+    "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD0)\ndescend(8_000)",
 }
 
 
