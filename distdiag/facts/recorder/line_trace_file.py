@@ -53,8 +53,8 @@ class About:
     """What the traced process writes about itself, as JSON. `rings`: one per thread, each of `lines` blocks.
 
     `began_s` and `monotonic_s`: wall and monotonic clock when the file was made. `started`: as in /proc/PID/stat.
-    `ancestors`: the processes above the parent. `error`: an uncaught exception, raised in the user's code at
-    `raised_at`: file, function and line.
+    `ancestors`: the processes above the parent, then those traced, which may have ended. `error`: an uncaught
+    exception, raised in the user's code at `raised_at`: file, function and line.
     """
 
     host: str

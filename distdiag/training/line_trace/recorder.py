@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 VARIABLE = "DISTDIAG_LINES"
+_ABOVE = "DISTDIAG_LINES_ABOVE"
+"""The traced processes above, nearest first: a helper of a rank may begin after the rank has ended."""
 LINES = 1000
 THREADS = 32
 _MOST_CODE = 200_000
@@ -234,6 +236,7 @@ class TraceFile:
         """
         self.pid = os.getpid()
         self.rank_known = True
+        self._parent, self._ancestors = os.getppid(), _ancestors()
         self._settings = settings
         self._lock = threading.Lock()
         self._names_left = _NAMES_BYTES
@@ -277,8 +280,8 @@ class TraceFile:
             host=machine.host_name(),
             boot=machine.read_text("/proc/sys/kernel/random/boot_id").strip(),
             pid=self.pid,
-            parent=os.getppid(),
-            ancestors=_ancestors(),
+            parent=self._parent,
+            ancestors=self._ancestors,
             started=self._proc.started if self._proc is not None else int(self._began[0]),
             began_s=self._began[0],
             monotonic_s=self._began[1],
@@ -388,13 +391,19 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
 
 
 def _ancestors() -> tuple[int, ...]:
-    """Return pids above the parent: a fork server or shell may lie between a rank and its worker."""
+    """Return pids above the parent, and tell this one to traced children.
+
+    A fork server or shell may lie between a rank and its worker.
+    """
     found: list[int] = []
     above = procs.read(os.getppid())
     while above is not None and above.parent > 1 and len(found) < _MOST_ANCESTORS:
         found.append(above.parent)
         above = procs.read(above.parent)
-    return tuple(found)
+    traced = [int(pid) for pid in os.environ.get(_ABOVE, "").split(",") if pid.isdecimal()]
+    if VARIABLE in os.environ:
+        os.environ[_ABOVE] = ",".join(map(str, [os.getpid(), *traced][:_MOST_ANCESTORS]))
+    return (*found, *traced)
 
 
 def _thread_name() -> str:

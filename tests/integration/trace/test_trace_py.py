@@ -197,6 +197,20 @@ def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     assert f"{worker['pid']} (its child)" in text
 
 
+def test_a_helper_that_begins_after_its_rank_has_ended_is_no_newer_run(tmp_path: Path) -> None:
+    """Its parent is pid 1 by then; the tracker of multiprocessing can be as late."""
+    code = f"""
+import os, subprocess
+wait = f"while [ -d /proc/{{os.getpid()}} ]; do sleep 0.02; done; exec {sys.executable} -c 'late = 1'"
+subprocess.Popen(["sh", "-c", wait])
+"""
+    run(tmp_path, sys.executable, "-c", code, env={"RANK": "3", "WORLD_SIZE": "4"})
+    rank, late = kept(tmp_path)
+    assert late.about.parent != rank.about.pid
+    shown = distdiag("trace", "show", "--json", str(tmp_path)).report["data"]
+    assert ([one["pid"] for one in shown["rings"]], shown["older_runs"]) == ([rank.about.pid, late.about.pid], 0)
+
+
 def test_a_module_of_the_standard_library_is_included_by_its_name(tmp_path: Path) -> None:
     code = "import json, textwrap\nfor i in range(30): json.dumps({'a': [i]}, indent=1); textwrap.dedent('a')\n"
     words = ("--lines", "20", "--include", "json,math")
