@@ -181,13 +181,12 @@ def cut(
 def _accuse_of_cuts(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return accused hosts and witnesses; both ends of a path if one may have been lost because it lost the other.
 
-    Ranks give up within milliseconds of each other, so reports from different nodes do not tell their order. The rank
-    that lost the first end saw nothing of that path, and is no witness.
+    Ranks give up within milliseconds of each other, and one late report makes the rank that left first look like the
+    last. The ranks that lost the first end saw nothing of that path: no witnesses.
     """
     accused, witnesses = accuse(broken)
     lost = {connection.target for connection in broken if connection.source in accused}
-    losers = {connection.source for connection in broken if connection.target in accused}
-    if len(accused) == 1 and len(lost) == len(losers) == 1 and lost != losers:
+    if len(accused) == len(lost) == 1:
         return (*accused, *lost), ()
     return accused, witnesses
 
