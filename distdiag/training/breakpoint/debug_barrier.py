@@ -69,9 +69,11 @@ class Holder:
     def __init__(self, store: Any, key: str, status: Status, waiters: int) -> None:  # noqa: ANN401 - torch's Store
         self._key, self._status, self._waiters, self._leave_by = key, status, waiters, float("inf")
         self._changes: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._is_known = threading.Event()
         self._thread = threading.Thread(target=self._publish, args=(store,), name="distdiag breakpoint", daemon=True)
         self._thread.start()
         atexit.register(self._end)
+        self._is_known.wait(_END_S)  # before the prompt: the waiters miss only a holder that they have seen
 
     def set_state(self, state: str, why: str = "") -> None:
         """Publish a new state; a final state is kept for _END_S so that waiters read it."""
@@ -86,6 +88,7 @@ class Holder:
             store = _own_connection(job_store)
             while True:
                 store.set(self._key, json.dumps(asdict(status)))
+                self._is_known.set()
                 if status.state in (DONE, QUIT):
                     break
                 try:
@@ -95,6 +98,7 @@ class Holder:
                     status = replace(status, beat=status.beat + 1)
             while store.add(self._key + "/left", 0) < self._waiters and time.monotonic() < self._leave_by:
                 time.sleep(5 * _POLL_S)
+        self._is_known.set()  # nothing is to be waited for
 
     def _end(self) -> None:
         """Leave the debugger at exit; no thread may be inside torch afterwards."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import pexpect
 import pexpect.fdpexpect
@@ -287,6 +287,25 @@ def test_the_status_is_published_while_the_job_waits_in_the_store(tmp_path: Path
     assert waits.is_alive()
     server.set("never", "now")
     waits.join(SOON_S)
+    holder.set_state(debug_barrier.DONE)
+
+
+def test_the_others_know_of_a_stop_before_its_prompt_appears() -> None:
+    """Or they would wait for a rank killed at its first prompt as long as for one that has not come yet."""
+
+    class Slow:
+        kept: ClassVar[dict[str, str]] = {}
+
+        def set(self, key: str, text: str) -> None:
+            time.sleep(0.2)
+            self.kept[key] = text
+
+        def add(self, key: str, amount: int) -> int:
+            return 1
+
+    status = debug_barrier.Status("stopped", 0, "here", "n", os.getpid())
+    holder = debug_barrier.Holder(Slow(), "place", status, waiters=1)
+    assert json.loads(Slow.kept["place"])["state"] == "stopped"
     holder.set_state(debug_barrier.DONE)
 
 
