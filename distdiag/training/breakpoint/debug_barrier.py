@@ -73,7 +73,7 @@ class Holder:
         self._thread = threading.Thread(target=self._publish, args=(store,), name="distdiag breakpoint", daemon=True)
         self._thread.start()
         atexit.register(self._end)
-        self._is_known.wait(_END_S)  # before the prompt: the waiters miss only a holder that they have seen
+        self._is_known.wait(_END_S)  # before the prompt: waiters notice the death only of a holder that they know
 
     def set_state(self, state: str, why: str = "") -> None:
         """Publish a new state; a final state is kept for _END_S so that waiters read it."""
@@ -98,7 +98,7 @@ class Holder:
                     status = replace(status, beat=status.beat + 1)
             while store.add(self._key + "/left", 0) < self._waiters and time.monotonic() < self._leave_by:
                 time.sleep(5 * _POLL_S)
-        self._is_known.set()  # nothing is to be waited for
+        self._is_known.set()  # also if the store is lost
 
     def _end(self) -> None:
         """Leave the debugger at exit; no thread may be inside torch afterwards."""

@@ -391,7 +391,7 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
 
 
 def _ancestors() -> tuple[int, ...]:
-    """Return pids above the parent, and tell this one to traced children.
+    """Return pids above the parent, and let traced children know of this process.
 
     A fork server or shell may lie between a rank and its worker.
     """
