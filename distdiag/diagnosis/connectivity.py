@@ -379,7 +379,7 @@ def _opening(case: Case, culprit: Culprit, purposes: tuple[str, ...], paths: Seq
     if network is not None and culprit.kind == "out":
         commands = (f"{_sudo(network)}nft list ruleset | grep -n -A20 'hook output'",)
     elif network is not None:
-        commands = opening(network, ports, network_of(case.test))
+        commands = opening(network, ports, _common_network(case.test))
     if purposes == (PORT,) and case.again is not None:
         text += "; or use an open port"
         commands += case.retry("--master-port 0")
@@ -424,7 +424,7 @@ def opening(network: Network, ports: Sequence[str], source: str) -> tuple[str, .
     return ()
 
 
-def network_of(test: PathTest) -> str:
+def _common_network(test: PathTest) -> str:
     """Return the smallest network with the addresses of all nodes: 10.0.0.0/24; "" if unknown or wider than /8."""
     found = []
     for node, network in test.networks.items():

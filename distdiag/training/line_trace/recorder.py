@@ -236,7 +236,10 @@ class TraceFile:
         """
         self.pid = os.getpid()
         self.rank_known = True
-        self._parent, self._ancestors = os.getppid(), _ancestors()
+        above = _traced_above()
+        self._parent, self._ancestors = os.getppid(), (*_ancestors(), *above)
+        if VARIABLE in os.environ:  # else children are not traced
+            os.environ[_ABOVE] = ",".join(map(str, [self.pid, *above][:_MOST_ANCESTORS]))
         self._settings = settings
         self._lock = threading.Lock()
         self._names_left = _NAMES_BYTES
@@ -391,19 +394,17 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
 
 
 def _ancestors() -> tuple[int, ...]:
-    """Return pids above the parent, and let traced children know of this process.
-
-    A fork server or shell may lie between a rank and its worker.
-    """
+    """Return pids above the parent: a fork server or shell may lie between a rank and its worker."""
     found: list[int] = []
     above = procs.read(os.getppid())
     while above is not None and above.parent > 1 and len(found) < _MOST_ANCESTORS:
         found.append(above.parent)
         above = procs.read(above.parent)
-    traced = [int(pid) for pid in os.environ.get(_ABOVE, "").split(",") if pid.isdecimal()]
-    if VARIABLE in os.environ:
-        os.environ[_ABOVE] = ",".join(map(str, [os.getpid(), *traced][:_MOST_ANCESTORS]))
-    return (*found, *traced)
+    return tuple(found)
+
+
+def _traced_above() -> tuple[int, ...]:
+    return tuple(int(pid) for pid in os.environ.get(_ABOVE, "").split(",") if pid.isdecimal())
 
 
 def _thread_name() -> str:

@@ -38,8 +38,9 @@ def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
     assert [(rank["rank"], rank["stage"], rank["status"]) for rank in data["ranks"]] == [
         (rank, "done", "ok") for rank in range(2)
     ]
-    others = {finding["id"] for finding in result.report["findings"]} - {"gpu-test.rank-paused"}  # by a timed test
-    assert others == {"gpu-test.cpu-only"}
+    # Another timed test may take the cores of one rank, which is said.
+    found = [finding["id"] for finding in result.report["findings"] if not finding["title"].endswith("used its cores")]
+    assert found == ["gpu-test.cpu-only"]
 
 
 @pytest.mark.timed

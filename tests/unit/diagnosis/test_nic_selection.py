@@ -191,6 +191,6 @@ def test_rank_0_is_met_where_the_user_says_or_at_the_likeliest_address() -> None
 
 
 def test_what_is_no_address_is_in_no_network() -> None:
-    """A damaged answer of a node ended gpu-test with a traceback."""
+    """A damaged answer of a node can hold one, and costs its network only."""
     assert network_of("..") is None
     assert str(network_of("10.0.3.7/24")) == "10.0.3.0/24"
