@@ -30,6 +30,8 @@ _ONE_SIDED = {"broadcast", "reduce", "gather", "gather_single", "scatter", "_bro
 _LATE_NS = 1_000_000
 _LATE_CALLS = 8
 _LATE_SHARE = 0.1
+_LATE_SPAN_NS = 1_000_000_000
+"""Calls within less time share a few turns of the scheduler, which can make one rank late in all of them."""
 
 
 class Kind(StrEnum):
@@ -369,6 +371,8 @@ def _late(job: Job) -> Iterator[Cause]:
             continue
         starts = sorted(job.earliest_ns[key, seq] for seq in common)
         period = median(later - earlier for earlier, later in itertools.pairwise(starts))
+        if period * len(common) < _LATE_SPAN_NS:  # not from the first to the last: the first may belong to the start
+            continue
         among = sorted(usual.values())
         threshold = max(_LATE_NS, _LATE_SHARE * period, 4 * among[(len(among) - 1) // 2])
         # In three of four calls; a busy machine delays any rank occasionally.
