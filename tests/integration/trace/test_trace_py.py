@@ -344,7 +344,8 @@ def test_the_memory_limit_of_a_container_ends_it(tmp_path: Path) -> None:
         group.rmdir()
     assert done.returncode == -signal.SIGKILL
     (ring,) = kept(tmp_path)
-    assert place(lines_of(ring)[-1])[1] == marked("EATS")
+    last = marked("EATS")  # or the head of its loop: what is written down takes memory as well
+    assert place(lines_of(ring)[-1])[1] in (last, last - 1)
 
 
 def show(*arguments: str) -> Result:

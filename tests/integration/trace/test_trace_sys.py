@@ -171,6 +171,7 @@ def test_a_missing_strace_is_said_with_what_works_without(counting: Job, tmp_pat
     path = {"PATH": str(tmp_path)}
     result = distdiag("trace", "sys", "--json", "-p", str(counting.pid(0)), env=path)
     assert result.code == 3
+    assert "not-attached" in result.findings, result.out
     finding = result.findings["not-attached"]
     assert "strace is not installed" in finding["title"]
     assert "apt-get install strace" in finding["fix"]["commands"][0]
@@ -192,6 +193,7 @@ def test_without_the_right_to_trace_it_is_said_what_gives_it() -> None:
         theirs.kill()
         theirs.wait(10)
     assert result.code == 3, result.err
+    assert "not-attached" in result.findings, result.out
     finding = result.findings["not-attached"]
     assert "permission denied (" in finding["title"]
     assert "Operation not permitted" in finding["title"]
