@@ -32,6 +32,7 @@ libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.poll.argtypes = [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int]
+forever = struct.pack("=qq", 2**62, 0)  # as std::this_thread::sleep_for(hours::max()) may
 reads, writes = os.pipe()
 lock_file = os.open("lock", os.O_RDWR | os.O_CREAT)
 server = socket.create_server(("127.0.0.1", 0))
@@ -81,6 +82,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "timed lock": lambda: other_lock.acquire(timeout=600),
     "mutex": lambda: libc.pthread_mutex_lock(mutex),
     "sleep": lambda: time.sleep(600),
+    "long sleep": lambda: libc.nanosleep(forever, None),
     "accept": server.accept,
     "unmapped": lambda: libc.poll(page, 1, -1),
 }

@@ -31,6 +31,8 @@ _CONTENDED = 2
 _P_PID, _P_PIDFD = 1, 3
 _TIMER_ABSTIME = 1
 _CLOCKS = (time.CLOCK_REALTIME, time.CLOCK_MONOTONIC)
+_FOREVER_S = 1e9
+"""Programs wait for the largest number of seconds to wait without end."""
 _LOCKS = re.compile(r"(\d+): +(-> )?(FLOCK|POSIX|OFDLCK) +\S+ +(READ|WRITE) +(-?\d+) +\w+:\w+:(\d+) .*")
 _WAITS_FOR_LOCK = {7: "POSIX", 38: "OFDLCK"}
 """Waiting commands of fcntl(2): F_SETLKW, F_OFD_SETLKW."""
@@ -75,7 +77,7 @@ class Thread:
     memory is missing: "denied", "late" (the memory did not answer), "moved" (the thread ran during the read),
     "unmapped". `targets`: the descriptors it waits for: those watched by poll (at most 64), select and epoll, else the
     one in its arguments. `children`: those it may be waiting for. `locks`: the holders of the lock it waits for.
-    `wakes_in_s`: the rest of a sleep, or of a futex wait with a timeout.
+    `wakes_in_s`: the rest of a sleep, or of a futex wait with a timeout; None without one, or if it is over 30 years.
     """
 
     tid: int
@@ -212,10 +214,13 @@ def _remember(pid: int, call: _Call) -> _Call:
     extents = _extents(call)
     if not extents:
         return call
+    schedstat = f"/proc/{pid}/task/{call.tid}/schedstat"
     try:
+        turns = machine.read_text(schedstat)  # its counters change whenever the thread runs, even into the same call
+        is_same = _syscall_line(pid, call.tid) == call.words
         with open(f"/proc/{pid}/task/{call.tid}/mem", "rb", buffering=0) as file:
             memory = tuple(os.pread(file.fileno(), size, address) if address else b"" for address, size in extents)
-        if _syscall_line(pid, call.tid) != call.words:
+        if not is_same or _syscall_line(pid, call.tid) != call.words or machine.read_text(schedstat) != turns:
             return replace(call, unread="moved")
     except PermissionError:
         return replace(call, unread="denied")
@@ -331,23 +336,34 @@ def _lock(row: re.Match[str]) -> Lock:
 
 
 def _wakes_in_s(call: _Call, since_s: float | None) -> float | None:
-    if len(call.memory[0]) < 16:
+    asked_s = _timespec_s(call.memory[0])
+    if asked_s is None:
         return None
-    seconds, nanoseconds = struct.unpack("=qq", call.memory[0])
-    asked = seconds + nanoseconds / 1e9
     if call.name == "clock_nanosleep" and call.arguments[1] & _TIMER_ABSTIME:
-        return max(0.0, asked - time.clock_gettime(call.arguments[0])) if call.arguments[0] in _CLOCKS else None
-    return None if since_s is None else max(0.0, asked - since_s)
+        return _rest_s(asked_s, time.clock_gettime(call.arguments[0])) if call.arguments[0] in _CLOCKS else None
+    return None if since_s is None else _rest_s(asked_s, since_s)
 
 
 def _futex_ends_in_s(call: _Call) -> float | None:
     """Return the seconds until a futex wait times out; None without a timeout."""
-    if len(call.memory) < 2 or len(call.memory[1]) < 16:
+    ends_at_s = _timespec_s(call.memory[1]) if len(call.memory) > 1 else None
+    if ends_at_s is None:
         return None
-    seconds, nanoseconds = struct.unpack("=qq", call.memory[1])
     clock = time.CLOCK_REALTIME if call.arguments[1] & _FUTEX_REALTIME else time.CLOCK_MONOTONIC
-    ends_at_s: float = seconds + nanoseconds / 1e9
-    return max(0.0, ends_at_s - time.clock_gettime(clock))
+    return _rest_s(ends_at_s, time.clock_gettime(clock))
+
+
+def _timespec_s(memory: bytes) -> float | None:
+    """Read a timespec; None if it is not one that the kernel takes, as another thread may have overwritten it."""
+    if len(memory) < 16:
+        return None
+    seconds, nanoseconds = struct.unpack("=qq", memory)
+    return seconds + nanoseconds / 1e9 if seconds >= 0 and 0 <= nanoseconds < 10**9 else None
+
+
+def _rest_s(whole_s: float, past_s: float) -> float | None:
+    rest_s = max(0.0, whole_s - past_s)
+    return rest_s if rest_s < _FOREVER_S else None
 
 
 def _signed(argument: int) -> int:

@@ -27,7 +27,7 @@ CALLS = {
     **{"recv": {"recvfrom"}, "pipe": {"read"}, "fifo": {"openat"}, "flock": {"flock"}, "poll": {"poll", "ppoll"}},
     **{"select": {"select", "pselect6"}, "epoll": {"epoll_wait", "epoll_pwait"}, "lock": {"futex"}, "mutex": {"futex"}},
     **{"same lock": {"futex"}, "sleep": {"clock_nanosleep"}, "accept": {"accept4"}, "wait": {"wait4"}},
-    **{"unmapped": {"poll"}, "timed lock": {"futex"}},
+    **{"unmapped": {"poll"}, "timed lock": {"futex"}, "long sleep": {"clock_nanosleep", "nanosleep"}},
 }
 
 
@@ -174,6 +174,28 @@ def test_a_mutex_is_held_by(many: Target) -> None:
 def test_sleep(many: Target) -> None:
     one = many.thread("sleep")
     assert one.wakes_in_s == pytest.approx(600 - (one.since_s or 0), abs=1)
+
+
+def test_a_sleep_without_end_has_no_rest(many: Target) -> None:
+    assert many.thread("long sleep").wakes_in_s is None
+
+
+def test_what_a_thread_writes_between_two_sleeps_is_no_argument_of_either(tmp_path: Path) -> None:
+    (tmp_path / "naps.py").write_text(
+        "import ctypes, json, os, struct\n"
+        "libc, sleeps = ctypes.CDLL(None), ctypes.create_string_buffer(16)\n"
+        "libc.prctl(29, 1)  # PR_SET_TIMERSLACK: short sleeps are short\n"
+        "print(json.dumps({'tids': {'naps': os.getpid()}}), flush=True)\n"
+        "while True:\n"
+        "    sleeps.raw = struct.pack('=qq', 0, 100_000)\n"
+        "    libc.nanosleep(sleeps, None)\n"
+        "    sleeps.raw = struct.pack('=qq', 5_000, 0)\n"
+        "    for _ in range(2000):\n"
+        "        pass\n"
+    )
+    with running(str(tmp_path / "naps")) as target:
+        read = [one.wakes_in_s for _ in range(300) for one in blocked(target.pid) if one.wakes_in_s is not None]
+    assert max(read, default=0) < 1
 
 
 def test_wait_for_a_child(many: Target) -> None:
