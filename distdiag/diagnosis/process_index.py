@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.socket_peers import Endpoint, match
+from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.wording import format_hosts
 from distdiag.jobs.roles import find_jobs
 from distdiag.record import record
 
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
     from distdiag.facts.network.socket_owners import Network, PeerProcess
     from distdiag.facts.process.descriptors import Descriptor
     from distdiag.jobs.collect import Process
-    from distdiag.jobs.types import Job, Member, NodeStacks
+    from distdiag.jobs.types import Job, Member, NodePicture, NodeStacks
+    from distdiag.report import Finding
 
 Key = tuple[str, int]
 """A process: (host, pid)."""
@@ -40,6 +43,13 @@ class Place:
     def rank(self) -> int | None:
         """The rank it is or works for."""
         return self.member.rank
+
+
+def not_found(nodes: Sequence[NodeStacks | NodePicture], pids: Iterable[int]) -> list[Finding]:
+    """Report the requested processes that exist on no node."""
+    gone = set(pids).intersection(*(node.processes.asked_missing for node in nodes)) if nodes else ()
+    listed = ", ".join(map(str, sorted(gone)))
+    return [finding("process-not-found", pids=listed, hosts=format_hosts(node.host for node in nodes))] if gone else []
 
 
 class ProcessIndex:

@@ -110,7 +110,7 @@ def facts(ask: Ask) -> Processes:
     table = procs.table()
     children = procs.children_of(table.values())
     words, mute = deadlines.each(table, procs.command_words, patience_s=_PATIENCE_S)
-    ours = _ourselves(table, children, words)
+    ours = _ourselves(table, children, words) - requested
     tcp = TcpTables()
     read, late = deadlines.each(
         [pid for pid in words if pid not in ours],
@@ -126,7 +126,7 @@ def facts(ask: Ask) -> Processes:
     found.update((process.pid, replace(process, store=True)) for process in _with_store(found, tcp))
     if ask.user:
         owner = _user_id(ask.user)
-        found = {pid: process for pid, process in found.items() if process.user == owner}
+        found = {pid: process for pid, process in found.items() if process.user == owner or pid in requested}
     return Processes(
         host=machine.host_name(),
         user=os.geteuid(),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace import ranks
-from distdiag.diagnosis.process_index import ProcessIndex
+from distdiag.diagnosis.process_index import ProcessIndex, not_found
 from distdiag.diagnosis.verdicts import finding
 from distdiag.jobs.collect import Ask, Processes
 from distdiag.jobs.types import NodeStacks
@@ -17,7 +17,7 @@ from distdiag.report import Where
 from distdiag.runner import Asks, Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.host_results import HostError, HostResult
@@ -68,11 +68,14 @@ def answers_of(gathered: Gathered[NodeAnswer[Reply]]) -> Answers[Reply]:
     )
 
 
-def incomplete(answers: Answers[Any]) -> list[Finding]:
-    """Report hosts with incomplete replies."""
+def incomplete(answers: Answers[Any], pids: Iterable[int]) -> list[Finding]:
+    """Report hosts with incomplete replies, and the requested processes that do not exist."""
     return [
-        finding("trace-incomplete", where=Where(hosts=(host,)), host=host, why=why)
-        for host, why in answers.missing.items()
+        *not_found(answers.nodes, pids),
+        *(
+            finding("trace-incomplete", where=Where(hosts=(host,)), host=host, why=why)
+            for host, why in answers.missing.items()
+        ),
     ]
 
 

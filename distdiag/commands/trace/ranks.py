@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.wording import format_hosts, listed
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.jobs.collect import Process
 from distdiag.jobs.roles import find_jobs, is_called, job_options, launcher_name, of_interest, short_name, without_ranks
 from distdiag.options import parse_ranks
 from distdiag.record import record
@@ -17,26 +15,9 @@ from distdiag.record import record
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from distdiag.jobs.collect import Process
     from distdiag.jobs.types import Job, Member, NodeStacks
 
-_BARE = Process(
-    pid=0,
-    parent=0,
-    above=(),
-    user=-1,
-    state="",
-    comm="",
-    command="",
-    kind="",
-    python=False,
-    torch=False,
-    gpu=False,
-    hidden=False,
-    place=None,
-    job={},
-    started_s=0.0,
-    asked=True,
-)
 _SHOWN = 4
 
 
@@ -144,6 +125,9 @@ def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> Distd
                 f"{'them' if several else 'it'} from this user",
                 hint="run as root or as that user; /proc may be mounted with hidepid or be of another PID namespace",
             )
+        if not all(set(node.processes.asked_missing).issuperset(wanted.pids) for node in nodes):
+            what = "kernel threads, or exited" if several else "a kernel thread, which runs no program"
+            return DistdiagError(f"{'processes' if several else 'process'} {pids}{place}: {what}")
         return DistdiagError(
             f"{'processes' if several else 'process'} {pids} not found{place}",
             hint="exited, or on another host: --hosts LIST; --rank finds processes by their rank",
@@ -175,13 +159,9 @@ def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> Distd
 
 
 def _asked(node: NodeStacks, pids: Iterable[int]) -> Iterator[Process]:
-    """List the requested processes on a node; for the parents of this distdiag, only the pid is known."""
+    """List the requested processes on a node."""
     known = {process.pid: process for process in node.processes.processes}
-    for pid in dict.fromkeys(pids):
-        if pid in known:
-            yield known[pid]
-        elif pid not in node.processes.asked_missing and pid not in node.processes.asked_unseen:
-            yield replace(_BARE, pid=pid)
+    yield from (known[pid] for pid in dict.fromkeys(pids) if pid in known)
 
 
 def _by_pid(node: NodeStacks, process: Process, members: dict[tuple[str, int], tuple[Job, Member, bool]]) -> Chosen:

@@ -10,6 +10,7 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.outliers import Outcome, split
+from distdiag.diagnosis.process_index import not_found
 from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence
 from distdiag.diagnosis.stuck.findings import findings_of
@@ -142,6 +143,8 @@ def job_findings(
     found += map(start_finding, launcher_claims(asked, judged, nodes))
     if not judged and not found and (nodes or not gathered.refusals):
         found.append(no_job(asked, nodes))
+    elif asked.pids:
+        found += not_found(nodes, asked.pids)
     found += [
         finding("hang.incomplete", where=Where(hosts=(node.host,)), host=node.host, why=node.missing)
         for node in nodes

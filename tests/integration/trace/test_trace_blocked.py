@@ -19,6 +19,7 @@ from jobs import PROGRAMS, Job, free_port, states, wait_for_state
 from support import need, wait_until
 from support_warm import distdiag
 
+from distdiag.facts import machine
 from distdiag.facts.process.blocked_threads import blocked
 
 if TYPE_CHECKING:
@@ -301,6 +302,35 @@ def test_a_process_that_is_not_there() -> None:
     assert (fds.code, fds.report["command"]) == (3, "trace fds")
     assert fds.report["error"]["message"].startswith(f"process {gone} not found on ")
     assert "--hosts" in fds.report["error"]["hint"]
+
+
+@pytest.mark.parametrize("command", ["sys", "blocked", "fds"])
+def test_a_process_that_is_not_there_beside_one_that_is(command: str) -> None:
+    gone = str(2**22 - 1)
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        options = ("--for", "100ms") if command == "sys" else ()
+        result = distdiag("trace", command, "--json", "--pid", str(other.pid), "--pid", gone, *options)
+    finally:
+        other.kill()
+        other.wait(10)
+    assert result.code == 3
+    assert result.findings["exited"]["title"].startswith(f"process {gone} not found on ")
+
+
+def test_who_has_started_distdiag_has_not_exited() -> None:
+    result = distdiag("trace", "blocked", "--json", "--pid", str(os.getpid()))
+    assert result.report["data"]["threads"][0]["pid"] == os.getpid()
+    assert "exited" not in result.report["summary"]
+
+
+@pytest.mark.parametrize("command", ["sys", "fds"])
+def test_a_kernel_thread_is_no_program(command: str) -> None:
+    if machine.read_text("/proc/2/comm") != "kthreadd\n":
+        pytest.skip("a container, which does not show the kernel's threads")
+    result = distdiag("trace", command, "--json", "--pid", "2")
+    assert result.code == 3
+    assert "a kernel thread" in result.report["error"]["message"]
 
 
 def test_a_job_that_is_not_there_has_a_report() -> None:

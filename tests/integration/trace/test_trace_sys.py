@@ -178,6 +178,15 @@ def test_a_missing_strace_is_said_with_what_works_without(counting: Job, tmp_pat
     assert "trace blocked --pid" in finding["fix"]["commands"][1]
 
 
+def test_who_has_exited_was_not_traced() -> None:
+    ended = subprocess.Popen(["true"])
+    wait_until(lambda: states([ended.pid]) == {ended.pid: "Z"}, 10, lambda: f"{states([ended.pid])}")
+    result = distdiag("trace", "sys", "--json", "-p", str(ended.pid))
+    ended.wait(10)
+    assert (result.code, result.report["verdict"]) == (3, "unknown")
+    assert result.findings["not-attached"]["title"] == f"pid {ended.pid} was not traced: it has exited"
+
+
 def test_without_the_right_to_trace_it_is_said_what_gives_it() -> None:
     need("strace", "setpriv")
     if os.geteuid() != 0:

@@ -8,7 +8,7 @@ from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked.types import COMMAND, Last, Request, ThreadRow, Threads, TraceBlocked
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
-from distdiag.diagnosis.process_index import ProcessIndex
+from distdiag.diagnosis.process_index import ProcessIndex, not_found
 from distdiag.diagnosis.stuck.judge import all_nodes, job_findings, judge_jobs
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked
 from distdiag.diagnosis.stuck.waits import root_wait
@@ -77,6 +77,7 @@ def _findings(
     if not chosen:
         yield from host_findings(gathered.refusals, gathered.rows)
         return
+    yield from not_found(nodes, wanted.pids)
     alone = [choice for choice in chosen if choice.job is None and choice.process is not None]
     for choice in alone:
         yield _about_process(asked, choice, graph)

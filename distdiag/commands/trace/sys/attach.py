@@ -16,6 +16,7 @@ from distdiag.commands.trace.sys.diagnose import diagnose
 from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.view import trace_sys_view
 from distdiag.commands.trace.sys.wording import log_name
+from distdiag.diagnosis.wait_reasons import ENDED
 from distdiag.diagnosis.wording import counted, format_duration
 from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Asks, Subcommand
@@ -36,7 +37,6 @@ _TURN_S = 0.1
 _ATTACH_S, _EACH_S = 25.0, 1.0
 _FINISH_S = 180.0
 """A log of MAX_LOG_BYTES takes about 20 s to read, on busy processors a multiple of that."""
-_DEAD = ("Z", "X", "")
 
 
 class _Session:
@@ -55,7 +55,7 @@ class _Session:
         names: dict[str, dict[str, str]] = {}
         for each in chosen:
             own = names.setdefault(each.host, {})
-            if each.process is not None and each.process.state not in _DEAD and len(own) < MAX_PROCESSES:
+            if each.process is not None and each.process.state not in ENDED and len(own) < MAX_PROCESSES:
                 own[str(each.process.pid)] = log_name(each.rank, each.host, each.process.pid)
         if count := sum(map(len, names.values())):
             self._progress.news(

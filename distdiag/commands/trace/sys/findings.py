@@ -20,7 +20,7 @@ from distdiag.commands.trace.sys.wording import (
 )
 from distdiag.diagnosis import remedies, verdicts
 from distdiag.diagnosis.wait_graph import find_roots
-from distdiag.diagnosis.wait_reasons import Kind
+from distdiag.diagnosis.wait_reasons import ENDED, Kind
 from distdiag.diagnosis.wording import format_duration, listed
 from distdiag.facts.machine import STOPPED
 from distdiag.facts.process import syscall_names
@@ -330,10 +330,11 @@ def refused(
     asked: dict[str, int] = defaultdict(int)
     refusals: list[tuple[tuple[str, str, str], Chosen]] = []
     for each in chosen:
-        if each.process is None:
+        before = attached.get((each.host, each.process.pid)) if each.process is not None else None
+        if each.process is None or each.process.state in ENDED:
+            refusals.append((("gone", "", ""), each))
             continue
         asked[each.host] += 1
-        before = attached.get((each.host, each.process.pid))
         if before is not None and before.why:
             words = f"pid {before.tracer} ({before.words})" if before.why == "traced" else before.words
             refusals.append(((before.why, words, each.host if before.why in ("no-strace", "failed") else ""), each))
@@ -346,12 +347,7 @@ def refused(
         rights = remedies.right_to_read(" ".join([request.program, "trace sys", *options]), node, theirs)
         found = verdicts.finding(
             f"not-attached-{why}",
-            who=listed(
-                [
-                    f"rank {each.rank}" if each.rank is not None else f"pid {pid}"
-                    for each, pid in zip(group, pids, strict=True)
-                ]
-            ),
+            who=listed(list(map(_short_name, group))),
             host=host,
             were="was" if len(group) == 1 else "were",
             reason=words,
@@ -367,3 +363,9 @@ def refused(
         if why == "denied" and found.fix is not None:
             found = replace(found, fix=replace(found.fix, commands=(*rights.commands, *found.fix.commands)))
         yield found
+
+
+def _short_name(chosen: Chosen) -> str:
+    if chosen.rank is not None or chosen.process is None:
+        return f"rank {chosen.rank}"
+    return f"pid {chosen.process.pid}"
