@@ -93,7 +93,8 @@ class ForkServer:
             with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # another worker was first
                 listener.bind(address)
                 listener.listen()
-                self._process = self._start(listener, loads, learns, run)
+                server = self._start(listener, loads, learns, run)
+                server.returncode = 0  # it outlives this worker, whose end would warn of it
             _connect(self._connection, address)
         else:
             self._connection, theirs = socket.socketpair()
