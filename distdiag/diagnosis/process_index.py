@@ -46,10 +46,12 @@ class Place:
 
 
 def not_found(nodes: Sequence[NodeStacks | NodePicture], pids: Iterable[int]) -> list[Finding]:
-    """Report the requested processes that exist on no node."""
-    gone = set(pids).intersection(*(node.processes.asked_missing for node in nodes)) if nodes else ()
-    listed = ", ".join(map(str, sorted(gone)))
-    return [finding("process-not-found", pids=listed, hosts=format_hosts(node.host for node in nodes))] if gone else []
+    """Report the requested processes that are on no node."""
+    absent = set(pids).difference(process.pid for node in nodes for process in node.processes.processes)
+    if not nodes or not absent:
+        return []
+    listed = ", ".join(map(str, sorted(absent)))
+    return [finding("process-not-found", pids=listed, hosts=format_hosts(node.host for node in nodes))]
 
 
 class ProcessIndex:

@@ -117,19 +117,19 @@ def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> Distd
     hosts = format_hosts(node.host for node in nodes)
     place = f" on {hosts}" if hosts else ""
     if wanted.pids:
-        pids = ", ".join(map(str, wanted.pids))
         several = len(wanted.pids) > 1
+        who = f"{'processes' if several else 'process'} {', '.join(map(str, wanted.pids))}"
         if any(node.processes.asked_unseen for node in nodes):
             return DistdiagError(
-                f"{'processes' if several else 'process'} {pids}{place}: alive, but /proc hides "
-                f"{'them' if several else 'it'} from this user",
+                f"{who}{place}: alive, but /proc hides {'them' if several else 'it'} from this user",
                 hint="run as root or as that user; /proc may be mounted with hidepid or be of another PID namespace",
             )
         if not all(set(node.processes.asked_missing).issuperset(wanted.pids) for node in nodes):
-            what = "kernel threads, or exited" if several else "a kernel thread, which runs no program"
-            return DistdiagError(f"{'processes' if several else 'process'} {pids}{place}: {what}")
+            return DistdiagError(
+                f"{who}{place}: {'kernel threads' if several else 'a kernel thread'}, or exited just now"
+            )
         return DistdiagError(
-            f"{'processes' if several else 'process'} {pids} not found{place}",
+            f"{who} not found{place}",
             hint="exited, or on another host: --hosts LIST; --rank finds processes by their rank",
         )
     jobs = jobs_on(nodes, wanted)
