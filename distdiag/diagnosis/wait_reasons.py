@@ -129,6 +129,8 @@ def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
         return _wait(thread, Kind.SLEEP, "a signal", "waits for a signal", call)
     if call in ANY_OF and not thread.unread:
         return _wait(thread, Kind.SLEEP, "a timeout only", "sleeps", call)
+    if call == "restart_syscall":  # the kernel shows no arguments: the thread was stopped, or traced, during the call
+        return _wait(thread, Kind.KERNEL, "a sleep, or a wait with a timeout", "sleeps, or waits with a timeout", call)
     why = f" ({thread.unread})" if thread.unread else ""
     on = f"unknown{why}" if not thread.wait_channel else f"{thread.wait_channel} in the kernel{why}"
     does = f"waits for {on}" if thread.wait_channel else f"waits in the kernel{why}"
