@@ -54,7 +54,8 @@ def run(network: Network, *more: str, hosts: str = "") -> Result:
 @pytest.mark.parametrize("group", GROUPS, ids=["first", "second"])
 def test_the_node_and_the_fact_that_was_changed_are_named(group: dict[str, str], network: Network) -> None:
     left_out = [] if can_limit_memory() else ["cgroup-memory"]
-    left_out += ["python"] if os.path.realpath(sys.executable) == OTHER_PYTHON else []
+    has_another = os.path.realpath(sys.executable) != OTHER_PYTHON and sys.version_info[:2] == (3, 11)
+    left_out += [] if has_another else ["python"]  # of another version, it would have no torch either
     changes = [(host, name) for host, names in group.items() for name in names.split() if name not in left_out]
     with contextlib.ExitStack() as undo:
         for host, name in changes:
