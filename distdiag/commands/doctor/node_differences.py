@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from distdiag.report import Finding
 
 _ROOM = 60
+_FEWEST = 3
 _MEMORY, _SPACE = 0.02, 0.1
 """Relative gaps between clusters: firmware reserves memory on each node, and file systems differ by bytes."""
 
@@ -99,17 +100,21 @@ def _all_differences(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[str, Differe
             for host, name in grouped(numbers, tolerance, write).items():
                 texts[host][label] = name
         kinds = {label: kind for own in values.values() for label, kind in own.kinds.items()}
-        for difference in differences(_comparable(texts)):
-            yield kinds[difference.fact], difference
+        for table in _comparable(texts):
+            for difference in differences(table):
+                yield kinds[difference.fact], difference
 
 
-def _comparable(texts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, object]]:
-    """Drop facts whose label varies by node: an interface named eth0 here and ens3 there is no difference."""
-    everywhere = set.intersection(*(set(own) for own in texts.values()))
-    return {
-        host: {label: value for label, value in own.items() if label in everywhere or not label.startswith("~")}
-        for host, own in texts.items()
-    }
+def _comparable(texts: Mapping[str, Mapping[str, str]]) -> Iterator[dict[str, dict[str, object]]]:
+    """Yield tables of facts by node: all facts, then each whose label varies by node, without the nodes that lack it.
+
+    An interface named eth0 here and ens3 there is no difference. Where some lack it, three and most nodes must have it.
+    """
+    yield {host: {label: own[label] for label in own if not label.startswith("~")} for host, own in texts.items()}
+    for label in dict.fromkeys(label for own in texts.values() for label in own if label.startswith("~")):
+        table: dict[str, dict[str, object]] = {host: {label: own[label]} for host, own in texts.items() if label in own}
+        if len(table) == len(texts) or len(table) >= max(_FEWEST, len(texts) // 2 + 1):
+            yield table
 
 
 class _Values:
@@ -124,7 +129,7 @@ class _Values:
     def text(self, kind: str, label: str, value: object) -> None:
         """Add a text; None is omitted, and counts as "none" if other nodes have a value.
 
-        A label that begins with ~ is only compared if all nodes have it.
+        A label that begins with ~ is only compared among the nodes that have it.
         """
         self.kinds[label] = kind
         if value is not None and value != "":

@@ -588,6 +588,17 @@ def test_interfaces_with_other_names_are_one_difference_and_not_one_for_each_of_
     assert [row.fact for row in report.data.differences] == ["interfaces with an address"]
 
 
+def test_a_library_that_was_copied_in_part_is_found_beside_a_node_with_another_torch() -> None:
+    whole = Software("python3", python="3.12.1", torch="2.9.1", libraries={"libtorch.so": 1000})
+    nodes = [node(name, software=whole) for name in "abcd"]
+    half = node("e", software=replace(whole, libraries={"libtorch.so": 9}))
+    other = node("f", software=replace(whole, torch="2.8.0", libraries={"libtorch.so": 900}))
+    findings = found(judged(*nodes, half, other))
+    assert findings["differs.files"].where.hosts == ("e",)
+    assert findings["differs.torch"].where.hosts == ("f",)
+    assert "differs.files" not in found(judged(nodes[0], half, other)), "of two, either may be the one"
+
+
 def test_a_part_that_did_not_come_is_no_difference_and_not_fine() -> None:
     report = judged(node("a"), node("b"), node("c", disks=None, late=("disks",)))
     assert (report.verdict, set(found(report)), report.data.exclude) == ("unknown", {"incomplete"}, "c")
