@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _MAX_POLLED, _MAX_SELECTED, _MAX_PATH = 64, 1024, 4096
+_TRIES = 3
 _AT_FDCWD = -100
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_COMMAND, _FUTEX_REALTIME = 0, 9, 0x7F, 0x100
 """linux/futex.h. With FUTEX_WAIT_BITSET the timeout is absolute, on the monotonic or the real-time clock."""
@@ -214,19 +215,28 @@ def _remember(pid: int, call: _Call) -> _Call:
     extents = _extents(call)
     if not extents:
         return call
-    schedstat = f"/proc/{pid}/task/{call.tid}/schedstat"
     try:
-        turns = machine.read_text(schedstat)  # its counters change whenever the thread runs, even into the same call
-        is_same = _syscall_line(pid, call.tid) == call.words
-        with open(f"/proc/{pid}/task/{call.tid}/mem", "rb", buffering=0) as file:
-            memory = tuple(os.pread(file.fileno(), size, address) if address else b"" for address, size in extents)
-        if not is_same or _syscall_line(pid, call.tid) != call.words or machine.read_text(schedstat) != turns:
-            return replace(call, unread="moved")
+        for _ in range(_TRIES):
+            memory = _read_in_call(pid, call, extents)
+            if memory is not None:
+                return replace(call, memory=memory)
     except PermissionError:
         return replace(call, unread="denied")
     except (OSError, OverflowError):
         return replace(call, unread="unmapped")
-    return replace(call, memory=memory)
+    return replace(call, unread="moved")
+
+
+def _read_in_call(pid: int, call: _Call, extents: Iterable[tuple[int, int]]) -> tuple[bytes, ...] | None:
+    """Read the memory during one call; None if the thread ran meanwhile, even into the same call again."""
+    schedstat = f"/proc/{pid}/task/{call.tid}/schedstat"
+    turns = machine.read_text(schedstat)
+    if _syscall_line(pid, call.tid) != call.words:
+        return None
+    with open(f"/proc/{pid}/task/{call.tid}/mem", "rb", buffering=0) as file:
+        memory = tuple(os.pread(file.fileno(), size, address) if address else b"" for address, size in extents)
+    has_moved = _syscall_line(pid, call.tid) != call.words or machine.read_text(schedstat) != turns
+    return None if has_moved else memory
 
 
 def _thread(process: _Process, task: procs.Task, call: _Call, asleep_s: float | None) -> Thread:
