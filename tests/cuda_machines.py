@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import pytest
+    from support import Result
 
     from distdiag.commands.cuda_env.types import CudaEnv
     from distdiag.report import Finding, Report
@@ -142,6 +143,11 @@ _LIMITS = {
     "13.0": (15, 21, "75 80 86 89 90 100 103 110 120 121"),
     "13.1": (15, 22, "75 80 86 89 90 100 103 110 120 121"),
 }
+
+
+def is_for_cpu(result: Result) -> bool:
+    """Return whether the torch of the tests was built without CUDA: what pip takes depends on the machine."""
+    return not result.report["data"]["nodes"][0]["facts"]["torch"]["cuda"]
 
 
 @dataclass

@@ -10,6 +10,7 @@ from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import format_hosts
 from distdiag.jobs.roles import find_jobs
 from distdiag.record import record
+from distdiag.report import Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,8 +51,17 @@ def not_found(nodes: Sequence[NodeStacks | NodePicture], pids: Iterable[int]) ->
     absent = set(pids).difference(process.pid for node in nodes for process in node.processes.processes)
     if not nodes or not absent:
         return []
-    listed = ", ".join(map(str, sorted(absent)))
-    return [finding("process-not-found", pids=listed, hosts=format_hosts(node.host for node in nodes))]
+    numbers = ", ".join(map(str, sorted(absent)))
+    return [finding("process-not-found", pids=numbers, hosts=format_hosts(node.host for node in nodes))]
+
+
+def ranks_not_found(job: Job, ranks: Sequence[int]) -> list[Finding]:
+    """Report the ranks of a job that were found on none of its hosts."""
+    if not ranks:
+        return []
+    hosts = format_hosts(member.host for member in job.members)
+    words = {"ranks": name_ranks(ranks), "size": job.world_size, "hosts": hosts}
+    return [finding("hang.unseen", words, where=Where(ranks=tuple(ranks)))]
 
 
 class ProcessIndex:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace import ranks
-from distdiag.diagnosis.process_index import ProcessIndex, not_found
+from distdiag.diagnosis.process_index import ProcessIndex, not_found, ranks_not_found
 from distdiag.diagnosis.verdicts import finding
 from distdiag.jobs.collect import Ask, Processes
 from distdiag.jobs.types import NodeStacks
@@ -17,7 +17,7 @@ from distdiag.report import Where
 from distdiag.runner import Asks, Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.host_results import HostError, HostResult
@@ -68,10 +68,17 @@ def answers_of(gathered: Gathered[NodeAnswer[Reply]]) -> Answers[Reply]:
     )
 
 
-def incomplete(answers: Answers[Any], pids: Iterable[int]) -> list[Finding]:
-    """Report hosts with incomplete replies, and the requested processes that do not exist."""
+def incomplete(answers: Answers[Any], wanted: Wanted, chosen: Sequence[Chosen]) -> list[Finding]:
+    """Report hosts with incomplete replies, and what was requested and not found."""
+    jobs = {} if wanted.pids else {id(each.job): each.job for each in chosen if each.job is not None}
+    found = {key: {each.rank for each in chosen if each.job is job} for key, job in jobs.items()}
     return [
-        *not_found(answers.nodes, pids),
+        *not_found(answers.nodes, wanted.pids),
+        *(
+            each
+            for key, job in jobs.items()
+            for each in ranks_not_found(job, sorted(set(wanted.ranks) - found[key]) if wanted.ranks else job.unseen)
+        ),
         *(
             finding("trace-incomplete", where=Where(hosts=(host,)), host=host, why=why)
             for host, why in answers.missing.items()

@@ -6,11 +6,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.outliers import Outcome, split
-from distdiag.diagnosis.process_index import not_found
+from distdiag.diagnosis.process_index import not_found, ranks_not_found
 from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence
 from distdiag.diagnosis.stuck.findings import findings_of
@@ -161,7 +160,7 @@ def _of_job(asked: Asked, joined: Joined, nodes: Sequence[NodePicture]) -> list[
     unread = _unreadable(verdict, asked, nodes) if is_wanted else []
     if is_closed(verdict.job):
         unread = [replace(each, title=unread_in_words(verdict.job)) for each in unread[:1]]
-    unseen = _unseen_ranks(verdict.job)
+    unseen = ranks_not_found(verdict.job, verdict.job.unseen)
     is_clear = verdict.outcome is Outcome.UNREADABLE and joined.kind is StuckKind.UNKNOWN and not joined.against
     if is_clear and unread:
         unread[0] = replace(unread[0], detail=_from_proc(joined))
@@ -292,11 +291,3 @@ def kernel_words(members: Sequence[RankState]) -> tuple[str, ...]:
             facts = [f"state {still.state}", still.syscall, still.wait_channel, still.path]
             lines.append(f"{briefly(group)}: " + ", ".join(fact for fact in facts if fact))
     return tuple(lines)
-
-
-def _unseen_ranks(job: Job) -> list[Finding]:
-    if not job.unseen:
-        return []
-    hosts = format_hosts(member.host for member in job.members)
-    words = {"ranks": name_ranks(job.unseen), "size": job.world_size, "hosts": hosts}
-    return [finding("hang.unseen", words, where=Where(ranks=job.unseen))]

@@ -14,6 +14,7 @@ import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
+from cuda_machines import is_for_cpu
 from support import PROGRAM, Running, need, wait_until
 from support_warm import distdiag, enough_of_torch
 
@@ -124,6 +125,9 @@ def test_from_outside_each_node_has_its_own_environment(slurm: Slurm, job: int) 
     found = beside(slurm, "cuda-env", "--goal", "build", "--slurm-job", str(job))
     hosts = [node["facts"]["host"] for node in found.report["data"]["nodes"]]
     assert hosts == [node.name for node in slurm.nodes]
+    assert ("torch.build" in found.findings) == is_for_cpu(found)
+    if is_for_cpu(found):
+        assert slurm.nodes[0].name in found.findings["torch.build"]["where"]["hosts"]
 
 
 def test_inside_an_allocation_its_nodes_are_found(allocation: Allocation) -> None:

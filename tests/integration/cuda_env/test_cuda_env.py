@@ -16,7 +16,7 @@ import pytest
 import support
 import support_torch
 from cluster import Network, need_network
-from cuda_machines import GCC, Machine
+from cuda_machines import GCC, Machine, is_for_cpu
 from support_warm import distdiag
 from toolkit import nvcc
 
@@ -61,11 +61,6 @@ def first(wrapper: Path) -> Result:
 def saved(first: Result, wrapper: Path) -> tuple[str, str]:
     assert first.code == 1
     return "--from", str(wrapper / "facts")
-
-
-def is_for_cpu(result: Result) -> bool:
-    """Return whether the torch of the tests was built without CUDA: what pip takes depends on the machine."""
-    return not result.report["data"]["nodes"][0]["facts"]["torch"]["cuda"]
 
 
 def copied_toolkit(folder: Path, gcc_max: int) -> Path:

@@ -178,13 +178,19 @@ def test_a_missing_strace_is_said_with_what_works_without(counting: Job, tmp_pat
     assert "trace blocked --pid" in finding["fix"]["commands"][1]
 
 
+def test_ranks_that_were_asked_for_and_not_found_are_named(counting: Job) -> None:
+    result = trace(counting, "--rank", "0,7", "--for", "100ms")
+    assert (result.code, result.findings["unseen"]["where"]["ranks"]) == (3, [7])
+    assert "rank 7 of 1 not found" in result.findings["unseen"]["title"]
+
+
 def test_who_has_exited_was_not_traced() -> None:
     ended = subprocess.Popen(["true"])
     wait_until(lambda: states([ended.pid]) == {ended.pid: "Z"}, 10, lambda: f"{states([ended.pid])}")
     result = distdiag("trace", "sys", "--json", "-p", str(ended.pid))
     ended.wait(10)
     assert (result.code, result.report["verdict"]) == (3, "unknown")
-    assert result.findings["not-attached"]["title"] == f"pid {ended.pid} was not traced: it has exited"
+    assert result.findings["not-attached"]["title"] == f"pid {ended.pid} was not traced: exited"
 
 
 def test_without_the_right_to_trace_it_is_said_what_gives_it() -> None:

@@ -96,7 +96,7 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
     }
     rows = [_row(opened[key], key, index, job) for key, job in jobs.items() if key in opened]
     found = [each for row in rows for each in _of_process(row, request, answers, index)]
-    found += [*incomplete(answers, request.wanted.pids), *host_findings(answers.refusals, answers.rows)]
+    found += [*incomplete(answers, request.wanted, chosen), *host_findings(answers.refusals, answers.rows)]
     worst = next(iter(worst_first(found)), None)
     return Report(
         command=COMMAND,

@@ -44,7 +44,7 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
         *_unread((live.index.name(key), traced.unread) for key, traced in live.traced.items() if traced.unread),
         *findings.left(live.traced, live.attached, live.index),
         *findings.refused(request, chosen, live.attached, answers.nodes[0].processes if answers.nodes else None),
-        *incomplete(answers, request.wanted.pids),
+        *incomplete(answers, request.wanted, chosen),
         *host_findings(answers.refusals, answers.rows),
     ]
     return replace(_report(request, threads, found), interrupted=answers.interrupted)

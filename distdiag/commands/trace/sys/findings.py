@@ -330,13 +330,15 @@ def refused(
     asked: dict[str, int] = defaultdict(int)
     refusals: list[tuple[tuple[str, str, str], Chosen]] = []
     for each in chosen:
-        before = attached.get((each.host, each.process.pid)) if each.process is not None else None
         if each.process is None or each.process.state in ENDED:
-            refusals.append((("gone", "", ""), each))
+            reason = "exited" if each.process is not None else "no process, exited or not started yet"
+            refusals.append((("gone", reason, ""), each))
             continue
         asked[each.host] += 1
+        before = attached.get((each.host, each.process.pid))
         if before is not None and before.why:
             words = f"pid {before.tracer} ({before.words})" if before.why == "traced" else before.words
+            words = "exited" if before.why == "gone" else words
             refusals.append(((before.why, words, each.host if before.why in ("no-strace", "failed") else ""), each))
         elif before is None and asked[each.host] > MAX_PROCESSES:
             refusals.append((("too-many", "", ""), each))
